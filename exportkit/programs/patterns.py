@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -106,10 +107,10 @@ def without_harmless(
         outcomes = [probe.difference(tried[place]) for place in places]
         is_right = "" in outcomes and not any(outcomes)
         if is_right:  # what it decides may matter for some values only
-            at = tried[-1]
+            at = min(tried, key=lambda sizes: math.prod(sizes.values()))
             is_right = probe.is_right_at_other_scales(at) if text in own else probe.is_right_on_other_ways(at)
-        if is_right and not probe.limits(tried[-1], domain):
-            harmless[text] = tried[-1]
+            if is_right and not probe.limits(at, domain):
+                harmless[text] = at
     texts = {*harmless, *(idle - may_change)}
     waived = tuple([condition for condition in stated if condition.text in texts])
     kept = [condition for condition in domain.conditions if condition.text not in texts] if waived else stated
