@@ -324,12 +324,17 @@ def _tensor_of(node: torch.fx.Node, mode: Any) -> torch.fx.Node:
     if target is aten.sym_size.int and is_counted(value):
         return call_inlined(graph, lambda given: _count(given["it"], node.args[1]), {"it": node.args[0]})
     if getattr(target, "__module__", "") == "_operator":
-        operands = [_tensor_of(it, mode) if isinstance(it, torch.fx.Node) else it for it in node.args]
+        operands = [_tensor_of(it, mode) if isinstance(it, torch.fx.Node) else _limited(it) for it in node.args]
         return call_inlined(graph, lambda given: target(*given["operands"]), {"operands": operands})
     number = graph.call_function(aten.scalar_tensor.default, (node,), {"dtype": kind})
     with mode:
         number.meta["val"] = torch.scalar_tensor(value, dtype=kind)
     return number
+
+
+def _limited(number: Any) -> Any:
+    """A number that sizes are compared with, as int64: torch derives limits for them beyond their range."""
+    return max(-(2**63), min(number, 2**63 - 1)) if isinstance(number, int) else number
 
 
 def _count(values: torch.Tensor, axis: Any) -> torch.Tensor:

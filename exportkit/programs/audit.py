@@ -89,6 +89,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
         broken = [condition for condition in domain.conditions if not condition.holds(item.sizes)]
         if broken and not _why_refused(traced, item.sizes):
             between, refused = True, refused + 1
+            by_model |= any(condition.own for condition in broken)
             limits.setdefault(broken[0].text, _limit(broken[0], f"; the model accepts more ({item.label})"))
     for condition in domain.conditions:
         if condition.own:

@@ -94,11 +94,11 @@ def without_harmless(
             (recorded_wrong if probe.difference_in(call) else recorded_right).update(broken)
     numbers_given = {condition.text for condition in domain.conditions if condition.gives_number}
     may_change, idle = {*traced_sizes.fixed(), *numbers_given, *recorded_wrong}, traced_sizes.of_lines(is_idle)
-    own = {condition.text for condition in stated if condition.own}
+    own = {condition.text for condition in domain.conditions if condition.own}
     may_be_waived = (recorded_right - idle) | traced_sizes.of_lines(is_fitting)
     asked = {
         condition.text: condition.numbers()
-        for condition in stated
+        for condition in domain.conditions
         if condition.text not in may_change and (not condition.own or condition.text in may_be_waived)
     }
     harmless: dict[str, dict[str, int]] = {}  # with sizes that break it

@@ -145,6 +145,8 @@ class Search(SearchState):
                     ways = rules_for_every_way(self.model, self.method, calls, self.rules, self._of_numbers)
                 adds = *adds, *ways
             rules = [*adds, *(rule for rule in self.rules if rule not in (*adds, *strategy.drops))]
+            if strategy.between:
+                self.rules_between = rules
             with stage("export", self._seconds, TRACE_PER_MODULE * len(list(self.model.modules()))):
                 everywhere = self._in_called_code(rules, plan)
                 traced = trace(self.model, self.method, plan.plan, plan.observation, example, everywhere)
@@ -174,7 +176,7 @@ class Search(SearchState):
             domain = replace(audit.domain, absent=absences.allowed)
             traced = replace(traced, plan=found, domain=domain, absences=absences, crossings=audit.crossings)
             self.result = replace(traced, seconds=self._seconds)
-            self.audit = audit
+            self.audit, self.rules = audit, rules
             self.attempts.append(Attempt(name, "succeeded"))
         else:
             self.attempts.append(Attempt(name, "not better", "it serves no more sizes"))

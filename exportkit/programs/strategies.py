@@ -63,7 +63,9 @@ class SearchState:
     Attributes:
         result: The program, once there is one.
         audit: What the audit of it found.
-        rules: The rewrites that are required, and those that the structure of the model asks for.
+        rules: The rewrites that are required, and those that the structure of the model asks for; once there is a
+            program, those that it was traced with.
+        rules_between: The rewrites of the last trace at sizes between the multiples.
         error: What the plainest attempt raised.
         error_of_ways: What the attempt raised that goes every way of a decision.
     """
@@ -74,6 +76,7 @@ class SearchState:
         self.result: TracedProgram | None = None
         self.audit: Audit | None = None
         self.rules: list[Rewrite] = []
+        self.rules_between: list[Rewrite] = []
         self.error: ExportkitError | None = None
         self.error_of_ways: ExportkitError | None = None
 
@@ -220,6 +223,13 @@ STRATEGIES = (
     Strategy(
         "sizes between the multiples",
         lambda search: search.leaves_out_between or search.leaves_out_calls,
+        between=True,
+    ),
+    # How much is padded may go through `int`.
+    Strategy(
+        "lengths kept symbolic between the multiples",
+        lambda search: search.leaves_out_between and SYMBOLIC_LENGTHS not in search.rules_between,
+        adds=(SYMBOLIC_LENGTHS,),
         between=True,
     ),
     # A size that is 1 at the sizes of the trace, or was cached by an earlier call, may be the reason.

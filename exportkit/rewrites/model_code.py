@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import linecache
 import re
@@ -185,5 +186,7 @@ def _fits_tensor(statement: ast.stmt) -> bool:
 
 def _is_start(part: ast.expr) -> bool:
     """Whether a part of an index takes an axis from its start on."""
-    is_slice = isinstance(part, ast.Slice) and part.lower is None and part.step is None
-    return is_slice or (isinstance(part, ast.Constant) and part.value is Ellipsis)
+    match part:
+        case ast.Slice(lower=None | ast.Constant(0), step=None) | ast.Constant(builtins.Ellipsis):
+            return True
+    return False

@@ -52,10 +52,10 @@ def exported(model, *calls):
     return exportkit.export(model, observer)
 
 
-def outcomes(function, folder, *shapes):
+def outcomes(function, folder, *shapes, recorded=((2, 5), (3, 7))):
     """What becomes of calls: whether they are answered rightly, or the first line of the error."""
     model = Model(function)
-    onnx_model = exported(model, (torch.randn(2, 5),), (torch.randn(3, 7),)).to_onnx(folder / "model.onnx")
+    onnx_model = exported(model, *((torch.randn(*shape),) for shape in recorded)).to_onnx(folder / "model.onnx")
     assert onnx_model.verify().ok
     found = []
     for shape in shapes:
@@ -159,6 +159,38 @@ def test_padding_and_cutting_that_may_do_nothing_is_no_condition(tmp_path):
     right, refused = outcomes(filled_up_to_ten, tmp_path, (2, 9), (2, 12))  # a negative padding would cut
     assert right == "right"
     assert refused.startswith("10 - x_axis_1 > 0, got")
+
+
+def by_remainders(x):
+    """Pads images to multiples of 8, and cuts what it made of them, as models that restore images do."""
+    height, width = x.shape[-2:]
+    below, right = (8 - height % 8) % 8, (8 - width % 8) % 8
+    if below != 0 or right != 0:
+        x = torch.nn.functional.pad(x, (0, right, 0, below), "reflect")
+    padded_height, padded_width = x.shape[-2:]
+    x = torch.nn.functional.avg_pool2d(x, 2).repeat_interleave(2, -1).repeat_interleave(2, -2)
+    if height != padded_height or width != padded_width:
+        x = x[:, 0:height, 0:width].contiguous()
+    return x
+
+
+def by_quotients(x):
+    below, right = (int(math.ceil(size / 8) * 8 - size) for size in x.shape[-2:])
+    return torch.nn.functional.avg_pool2d(torch.nn.functional.pad(x, (0, right, 0, below)), 2)
+
+
+def by_quotients_where_needed(x):
+    below, right = (int(math.ceil(size / 8) * 8 - size) for size in x.shape[-2:])
+    if below > 0 or right > 0:
+        x = torch.nn.functional.pad(x, (0, right, 0, below))
+    return torch.nn.functional.avg_pool2d(x, 2)
+
+
+@pytest.mark.parametrize("function", [by_remainders, by_quotients, by_quotients_where_needed])
+@pytest.mark.parametrize("recorded", [((2, 16, 24), (3, 24, 16)), ((2, 13, 18), (3, 18, 29))])
+def test_images_that_are_padded_to_multiples_may_have_any_size(function, recorded, tmp_path):
+    shapes = (1, 17, 12), (2, 16, 40), (4, 33, 9), (1, 24, 32)
+    assert outcomes(function, tmp_path, *shapes, recorded=recorded) == ["right"] * 4
 
 
 def test_inputs_that_share_a_length_may_not_have_different_ones(tmp_path):

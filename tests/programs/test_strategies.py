@@ -27,6 +27,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "decisions by values",
         "selections of several values",
         "sizes between the multiples",
+        "lengths kept symbolic between the multiples",
         "larger sizes",
         "lengths kept symbolic",
         "loops as one operator",

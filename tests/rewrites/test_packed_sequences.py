@@ -82,3 +82,33 @@ def test_lengths_as_a_list_of_numbers(tmp_path):
     exported = exportkit.export(model, observer)
     x, mask = torch.randn(4, 2, 4), (torch.arange(4)[:, None] < torch.tensor([3, 1])).long()
     torch.testing.assert_close(exported.program.module()(x=x, mask=mask), model(x, mask))
+
+
+class OfRowsWithTokens(torch.nn.Module):
+    """Runs a recurrent layer on rows that are not empty, and returns its outputs and their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.GRU(4, 6, batch_first=True)
+
+    def forward(self, x, lengths):
+        length, is_given = x.shape[1], lengths > 0
+        given = lengths[is_given]
+        if given.shape[0] == 0:
+            return x.new_zeros(0, length, 6)
+        rows = torch.masked_select(x, is_given.view(-1, 1, 1)).view(-1, length, 4)
+        packed, _ = self.layer(pack_padded_sequence(rows, given.cpu(), batch_first=True, enforce_sorted=False))
+        return pad_packed_sequence(packed, batch_first=True, total_length=length)[0]
+
+
+def test_rows_without_tokens_are_left_out(tmp_path):
+    model, observer = OfRowsWithTokens(), exportkit.InputObserver()
+    calls = [(torch.randn(len(lengths), 6, 4), torch.tensor(lengths)) for lengths in ([3, 0, 5], [2, 6, 4, 0])]
+    with observer(model), torch.no_grad():
+        for x, lengths in calls:
+            model(x, lengths)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for lengths in ([1, 4, 0, 0, 6], [0, 2]):
+        call = torch.randn(len(lengths), 6, 4), torch.tensor(lengths)
+        torch.testing.assert_close(onnx_model(*call), model(*call))
