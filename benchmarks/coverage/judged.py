@@ -38,12 +38,12 @@ class _FirstOfEqual(TorchFunctionMode):
     """Sorts are stable, and so top-k takes the first of equal values, as in onnxruntime. torch leaves both open."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         match getattr(func, "__name__", ""):
             case "topk":
                 return _topk(*args, **kwargs)
-            case "sort" | "argsort" if not {"out", "stable"} & kwargs.keys():
-                return _sort(*args, **kwargs)[1 if func.__name__ == "argsort" else slice(None)]
+            case "sort" | "argsort" as name if "out" not in kwargs and kwargs.pop("stable", None) in (None, False):
+                return _sort(*args, **kwargs)[1 if name == "argsort" else slice(None)]
         return func(*args, **kwargs)
 
 

@@ -72,9 +72,7 @@ class RepeatedLayers:
         Raises:
             NotRepeated: if the graph has other inputs or outputs than the program, or layers cannot be told apart.
         """
-        names = [
-            spec.arg.name for spec in self.reduced.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT
-        ]
+        names = _inputs_of(self.reduced)
         if len(model.graph.inputs) != len(names) or len(model.graph.outputs) != len(self.results):
             raise NotRepeated
         _Copies(self, model.graph, dict(zip(names, model.graph.inputs, strict=True))).link()
@@ -221,7 +219,7 @@ class _Copies:
         graph.remove(self._replaced, safe=False)
         graph.extend(self._nodes)
         graph.inputs.clear()
-        names = program.graph_signature.user_inputs
+        names = _inputs_of(program)
         graph.inputs.extend(self._value(node) for node in program.graph.nodes if node.name in names)
         graph.outputs.extend(outputs)
         self._require_complete()
@@ -292,6 +290,12 @@ class _Copies:
         made = onnx_ir.Value(name=name, shape=shape, type=kind, const_value=weight)
         self._graph.register_initializer(made)
         return made
+
+
+def _inputs_of(program: torch.export.ExportedProgram) -> list[str]:
+    """The names of the inputs that an ONNX graph of a program has, too: all but those that are None."""
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    return [spec.arg.name for spec in specs if getattr(spec.arg, "value", "") is not None]
 
 
 def _read_by(node: onnx_ir.Node) -> Iterator[onnx_ir.Value]:

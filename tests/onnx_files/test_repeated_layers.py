@@ -123,6 +123,27 @@ def test_the_file_is_that_of_a_translation_of_all_layers(monkeypatch, tmp_path):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+class Batched(torch.nn.Module):
+    """Takes a dict in which some values are None, as the batches of a data loader are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block(8) for _ in range(4)])
+
+    def forward(self, batch):
+        hidden = batch["hidden"]
+        for layer in self.layers:
+            hidden, _ = layer(hidden, hidden if batch["past"] is None else batch["past"])
+        return hidden
+
+
+def test_inputs_that_are_none_are_not_in_the_graph(translated, tmp_path):
+    batches = [{"hidden": torch.randn(batch, length, 8), "past": None} for batch, length in ((2, 3), (3, 5))]
+    onnx_model = exported(Batched().eval(), *((batch,) for batch in batches)).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    assert len(translated) == 1
+
+
 def test_layers_that_write_to_one_tensor_are_all_translated(tmp_path):
     onnx_model = exported(Writing().eval(), (torch.randn(2, 4),), (torch.randn(3, 4),)).to_onnx(tmp_path / "w.onnx")
     assert onnx_model.verify().ok
