@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
+
+from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.calls.call import Call
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled, solve_sizes
@@ -14,7 +17,7 @@ from exportkit.plan.small_sizes import (
     sizes_beside,
     small,
 )
-from exportkit.probing.missing import beyond_rounding, completed_call
+from exportkit.probing.missing import beyond_rounding, completed_call, is_arbitrary
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.probing.sized_calls import calls_with_values, run_sized, scaled, sized_call, stepwise_outputs
@@ -23,7 +26,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns, fulfils
 from exportkit.rewrites.table import DECIDES
-from exportkit.running.compare import Difference, Tensors, compare_tensors
+from exportkit.running.compare import Difference, Tensors
 from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.program import OtherWay, ProgramRunner
@@ -93,6 +96,27 @@ class ProgramProbe:
                 return difference
             difference = difference if stepwise is None else self._outcome(full, stepwise)
         return difference
+
+    def is_arbitrary(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether rounding decides about a whole output at these sizes, as where one element has no variance.
+
+        Args:
+            sizes: Sizes at which the program does what the model does.
+        """
+        run, joined = self._eager, self._traced.joined_outputs
+        weights = [*run.model.parameters(), *run.model.buffers()]
+
+        def outputs_move() -> bool:
+            call = self._answered(sized_call(self._traced.plan, self._traced.observation, self._traced.defaults, sizes))
+            if call is None:
+                return False
+            with rounding_varied(0, weights, 1.0):
+                changed = as_simplified(run(call), joined, ())
+            expected = as_simplified(recorded(call), joined, ())
+            return any(is_arbitrary(value, changed[path]) for path, value in expected.items() if path in changed)
+
+        with warnings.catch_warnings(action="ignore"):
+            return self._traced.sampled_answer(outputs_move, is_sure=lambda move: not move)
 
     def is_right_at_other_scales(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether the program does what the model does for values of other scales, too.
@@ -211,17 +235,14 @@ class ProgramProbe:
 
     def _outcome(self, call: Call, returned: Tensors | None = None) -> str:
         joined, mask, run = self._traced.joined_outputs, find_mask(call.tensors()), self._eager
-        beyond = beyond_rounding(lambda call: as_simplified(run(call), joined, ()), run.model)
 
-        def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
-            expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
-            for difference in beyond(call, expected, got):
-                path = difference.path
-                if difference.reason is None or mask is None or path not in got:
-                    yield difference
-                else:
-                    visible = visible_by_shape(mask[1], tuple(expected[path].shape))
-                    yield compare_tensors(path, expected[path], got[path], visible)
+        def visible(_: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+            return None if mask is None else visible_by_shape(mask[1], shape)
+
+        beyond = beyond_rounding(lambda call: as_simplified(run(call), joined, ()), run.model, visible)
+
+        def compare(call: Call, expected: Tensors, got: Tensors) -> Iterable[Difference]:
+            return beyond(call, as_simplified(expected, joined, ()), as_simplified(got, joined, ()))
 
         expected = recorded(call) if returned is None else returned
         (outcome,) = compare_calls(lambda _: expected, self._program, [call], compare)

@@ -15,7 +15,7 @@ docs/proof.rst has the measurements behind the constants.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,9 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.proof.half import most_allowed
 from exportkit.running.bounds import Bound, local_scale, magnitudes, rounding_bound, usual_bound
 from exportkit.running.compare import compare_tensors, elements_apart
-from exportkit.running.masks import find_masks, visible_positions, visible_tail
+from exportkit.running.masks import Visible, find_masks, visible_positions, visible_tail
 
 Tensors = Mapping[str, torch.Tensor]
-Visible = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 
 # Runs that round differently, at most. A decision that hangs on a last bit goes either way in half of them. In half
 # precision there are so many such decisions that four runs do not meet all; and of millions of elements, some move

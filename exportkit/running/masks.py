@@ -6,12 +6,15 @@ there is no model to ask, the mask is all that is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 # Values of a mask that are added to scores and lower than this hide a position: -10000, -1e9, the lowest of a dtype.
 _HIDES = -1e3
+
+# Booleans that broadcast to an output and say what of it is compared, given its path and shape; None for all of it.
+Visible = Callable[[str, tuple[int, ...]], torch.Tensor | None]
 
 
 def find_masks(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
