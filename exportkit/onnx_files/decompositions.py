@@ -325,6 +325,12 @@ def _diagonal_scatter(
     return torch.where(columns - rows[:, None] == offset, spread, matrices).movedim((-2, -1), (dim1, dim2))
 
 
+def _pow(values: torch.Tensor, exponents: torch.Tensor) -> Any:
+    """Powers of integers with floats as exponents, which torch.onnx would round to integers."""
+    dtype = torch.result_type(values, exponents)
+    return NotImplemented if values.dtype is dtype else torch.pow(values.to(dtype), exponents)
+
+
 def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
     if not dims:
         return _roll(values.flatten(), shifts, [0]).view(values.shape)
@@ -381,11 +387,16 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.__rshift__.Tensor: _shifted(torch.bitwise_right_shift, True),
     aten.diagonal_scatter.default: _diagonal_scatter,
     aten.divide.Tensor: torch.div,
+    aten.greater.Tensor: torch.gt,
+    aten.greater_equal.Tensor: torch.ge,
+    aten.less.Tensor: torch.lt,
+    aten.less_equal.Tensor: torch.le,
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,
     # a copy of a vector, which torch.onnx would return as the input itself
     aten.t.default: lambda x: x.transpose(0, 1) if x.ndim > 1 else x.clone(),
     aten.true_divide.Tensor: torch.div,
+    aten.pow.Tensor_Tensor: _pow,
     # the number follows from a size, or is one of floats beside integers
     aten.rsub.Scalar: lambda x, number, alpha=1: number + x.to(torch.result_type(x, number)) * -alpha,
     aten.roll.default: _roll,

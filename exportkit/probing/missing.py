@@ -262,7 +262,8 @@ def beyond_rounding(run: Runner, model: torch.nn.Module, visible: Visible | None
     """Returns a comparison in which a difference counts if it exceeds what rounding makes of a result.
 
     Args:
-        run: Runs the model; it runs again, rounding differently, where something differs.
+        run: Runs the model; it runs again, rounding differently, where something differs. What it does not return
+            differs.
         model: The model.
         visible: What of an output counts; all of it by default.
     """
@@ -281,9 +282,9 @@ def beyond_rounding(run: Runner, model: torch.nn.Module, visible: Visible | None
                 if changed is None:
                     with rounding_varied(0, weights, 1.0):
                         changed = run(call)
-                noise = compare_tensors(path, expected[path], changed[path], shown)
-                if found.absolute <= _ROUNDINGS * noise.absolute and not is_arbitrary(expected[path], changed[path]):
-                    found = replace(found, reason=None)
+                if path in changed and not is_arbitrary(expected[path], changed[path]):
+                    noise = compare_tensors(path, expected[path], changed[path], shown)
+                    found = replace(found, reason=None) if found.absolute <= _ROUNDINGS * noise.absolute else found
             yield found
 
     return compare
@@ -296,6 +297,8 @@ def is_arbitrary(expected: torch.Tensor, changed: torch.Tensor) -> bool:
         expected: The result.
         changed: The result of a run that rounded differently.
     """
+    if expected.shape != changed.shape:
+        return True
     moved = elements_apart(expected, changed) > _UNKNOWN * usual_bound(expected)
     # zero is what remains of one element without its mean, however that is computed
     return expected.numel() > 0 and bool((moved & (expected != 0)).all())

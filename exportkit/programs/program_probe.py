@@ -27,7 +27,6 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns, fulfils
 from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors
-from exportkit.running.eager import EagerRunner
 from exportkit.running.masks import find_mask, visible_by_shape
 from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
@@ -45,7 +44,6 @@ class ProgramProbe:
     def __init__(self, traced: TracedProgram) -> None:
         self._traced = traced
         self._program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
-        self._eager = EagerRunner(traced.model, traced.method)
         self._known: dict[tuple[int, ...], str | None] = {}
         self._read: dict[tuple[int, ...], SizeReads | None] = {}
         self._settled: list[SizeReads] = []  # runs whose own decisions make no difference
@@ -103,17 +101,20 @@ class ProgramProbe:
         Args:
             sizes: Sizes at which the program does what the model does.
         """
-        run, joined = self._eager, self._traced.joined_outputs
-        weights = [*run.model.parameters(), *run.model.buffers()]
+        traced = self._traced
+        weights = [*traced.model.parameters(), *traced.model.buffers()]
 
         def outputs_move() -> bool:
-            call = self._answered(sized_call(self._traced.plan, self._traced.observation, self._traced.defaults, sizes))
-            if call is None:
-                return False
+            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+            plain = self._answered(call)
             with rounding_varied(0, weights, 1.0):
-                changed = as_simplified(run(call), joined, ())
-            expected = as_simplified(recorded(call), joined, ())
-            return any(is_arbitrary(value, changed[path]) for path, value in expected.items() if path in changed)
+                varied = self._answered(call)
+            if plain is None or varied is None:
+                return False
+            changed = varied.outputs.tensors()
+            return any(
+                is_arbitrary(it, changed[path]) for path, it in plain.outputs.tensors().items() if path in changed
+            )
 
         with warnings.catch_warnings(action="ignore"):
             return self._traced.sampled_answer(outputs_move, is_sure=lambda move: not move)
@@ -234,12 +235,16 @@ class ProgramProbe:
         return found
 
     def _outcome(self, call: Call, returned: Tensors | None = None) -> str:
-        joined, mask, run = self._traced.joined_outputs, find_mask(call.tensors()), self._eager
+        joined, mask = self._traced.joined_outputs, find_mask(call.tensors())
+
+        def run(call: Call) -> Tensors:
+            answered = self._answered(call)  # with no images, the model may only run without them
+            return {} if answered is None else as_simplified(recorded(answered), joined, ())
 
         def visible(_: str, shape: tuple[int, ...]) -> torch.Tensor | None:
             return None if mask is None else visible_by_shape(mask[1], shape)
 
-        beyond = beyond_rounding(lambda call: as_simplified(run(call), joined, ()), run.model, visible)
+        beyond = beyond_rounding(run, self._traced.model, visible)
 
         def compare(call: Call, expected: Tensors, got: Tensors) -> Iterable[Difference]:
             return beyond(call, as_simplified(expected, joined, ()), as_simplified(got, joined, ()))

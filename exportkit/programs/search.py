@@ -29,7 +29,7 @@ from exportkit.programs.stages import TRACE_PER_MODULE, stage
 from exportkit.programs.strategies import STRATEGIES, Attempt, SearchState, Strategy
 from exportkit.programs.traced_method import Example
 from exportkit.rewrites.model_code import Line, Place, is_model_code
-from exportkit.rewrites.table import LIBRARY_PATCHES, LISTS_OF_ONE, LOOPS, SYMBOLIC_LENGTHS, Rewrite
+from exportkit.rewrites.table import ARRAYS, LIBRARY_PATCHES, LISTS_OF_ONE, LOOPS, SYMBOLIC_LENGTHS, Rewrite
 from exportkit.running.eager import run_eager
 
 Programs = tuple[Mapping[str, TracedProgram], Split]
@@ -238,6 +238,7 @@ class Search(SearchState):
             self._called = [module for module in modules if is_model_code(getattr(module, "__file__", None) or "")]
         inside = {
             SYMBOLIC_LENGTHS: partial(SYMBOLIC_LENGTHS.applied, called=self._called),
+            ARRAYS: partial(ARRAYS.applied, called=self._called),
             LOOPS: partial(LOOPS.applied, called=self._called, deciding=self._deciding),
         }
         return [replace(rule, applied=inside[rule]) if rule in inside else rule for rule in rules]

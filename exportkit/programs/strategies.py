@@ -19,6 +19,7 @@ from exportkit.programs.audit import Audit
 from exportkit.programs.program import TracedProgram
 from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH
 from exportkit.rewrites.table import (
+    ARRAYS,
     BUFFER_VALUES,
     COUNTS,
     LIBRARY_PATCHES,
@@ -33,6 +34,14 @@ from exportkit.rewrites.table import (
 
 # In what torch says if code fixes the size of a dynamic axis.
 _SIZE_FIXED = ("specialized", SYMBOLIC_LENGTH, "unhashable type: non-nested SymInt")
+# In what torch says if numpy is given sizes that have no numbers, or tensors that have no values.
+_IN_NUMPY = (
+    "numpy.object_",
+    "loop of ufunc does not support",
+    "dtype('O')",
+    *(f"'{kind}' object has no attribute" for kind in ("SymInt", "SymFloat", "int", "float")),
+    ".numpy() is not supported",
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class SearchState:
     @property
     def computes_in_numpy(self) -> bool:
         """Whether torch could not trace the model because numpy had no numbers for its arrays, but symbols."""
-        return any(text in self._trace_message for text in ("numpy.object_", "loop of ufunc does not support"))
+        return any(text in self._trace_message for text in _IN_NUMPY)
 
     @property
     def leaves_out_calls(self) -> bool:
@@ -274,6 +283,11 @@ STRATEGIES = (
         lambda search: search.size_fixed or search.leaves_out_calls or search.computes_in_numpy,
         adds=(STRICT,),
         drops=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, MANY_VALUES),  # which strict tracing would trace, too
+    ),
+    Strategy(
+        "arrays of numpy as tensors",
+        lambda search: search.computes_in_numpy,
+        adds=(SYMBOLIC_LENGTHS, ARRAYS),
     ),
     # For any model, they are also tried if the translation to ONNX fails.
     Strategy(

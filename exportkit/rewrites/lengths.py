@@ -43,19 +43,14 @@ def symbolic_lengths(
         model: The model.
         called: Python modules with functions that the model calls.
     """
-    classes = classes_of(model)
-    members = [value for owner in (*classes, *model.modules()) for value in vars(owner).values()]
-    methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
-    names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
-    names |= {module.__name__ for module in called}
-    own = [sys.modules[n] for n in sorted(names & sys.modules.keys()) if n.partition(".")[0] not in _OTHERS]
+    own = own_modules(model, called)
     replacements: list[tuple[Any, Any]] = [
         (Attribute(module, name), shadow)
         for module in own
         for name, shadow in _SHADOWS.items()
         if name != "torch_int" or hasattr(module, name)
     ]
-    for owner in (*own, *classes):
+    for owner in (*own, *classes_of(model)):
         for name, value in vars(owner).items():
             if isinstance(value, Cached):  # a cache cannot look a symbolic length up
                 replacements.append((Attribute(owner, name), value.__wrapped__))
@@ -69,6 +64,21 @@ def symbolic_lengths(
     owner, attributes = slices_of_any_length()
     replacements += [(Attribute(owner, name), value) for name, value in attributes.items()]
     return replaced(with_imports(replacements))
+
+
+def own_modules(model: torch.nn.Module, called: Sequence[ModuleType] = ()) -> list[ModuleType]:
+    """Returns the Python modules with the code of a model: of its classes, its methods and the functions they call.
+
+    Args:
+        model: The model.
+        called: Python modules with functions that the model calls.
+    """
+    classes = classes_of(model)
+    members = [value for owner in (*classes, *model.modules()) for value in vars(owner).values()]
+    methods = [value for value in members if inspect.isfunction(value) or inspect.ismethod(value)]
+    names = {value.__module__ for value in (*classes, *methods)}  # a method may have been put there from elsewhere
+    names |= {module.__name__ for module in called}
+    return [sys.modules[name] for name in sorted(names & sys.modules.keys()) if name.partition(".")[0] not in _OTHERS]
 
 
 def own_types() -> contextlib.AbstractContextManager[None]:
@@ -98,7 +108,8 @@ class _StandIn(type):
         return issubclass(other, cls.types)
 
 
-def _length(value: Any) -> Any:
+def length(value: Any) -> Any:
+    """Returns the length of a value, symbolic where it is one."""
     if isinstance(value, SymbolicList):
         return value.count
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else builtins.len(value)
@@ -199,7 +210,7 @@ class _Range(metaclass=_StandIn):
     types, made = (builtins.range,), _range
 
 
-_SHADOWS = {"len": _length, "int": Int, "float": _Float, "torch_int": Int, "range": _Range, "list": _List}
+_SHADOWS = {"len": length, "int": Int, "float": _Float, "torch_int": Int, "range": _Range, "list": _List}
 _SHADOWS |= {name: _over_list(name) for name in ("max", "min", "sum")}
 
 

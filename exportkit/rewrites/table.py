@@ -17,6 +17,7 @@ import torch
 from exportkit._torch_compat.transformers import can_choose_experts, exporter_patches
 from exportkit.overrides import namespaces, replaced_attributes, replaced_functions
 from exportkit.rewrites import (
+    arrays,
     attention,
     both_ways,
     branches,
@@ -221,6 +222,7 @@ PACKED_SEQUENCES = Rewrite("packed sequences as padded ones with a mask", packed
 
 # What is tried if a trace fails; the first two only if it fixed a size, the next four only if it needed a value.
 SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lengths.symbolic_lengths)
+ARRAYS = Rewrite("arrays of numpy as tensors", arrays.arrays_as_tensors)
 LOOPS = Rewrite("loops over a length as one operator", loops.loops_as_operators)
 NUMBER_CHECKS = Rewrite("checks of numbers read from tensors as assertions", branches.checks_of_numbers)
 COUNTS = Rewrite("counts of as many values as expected", branches.expected_counts)
@@ -240,6 +242,7 @@ _CHOSEN = (
     NEVER_EMPTY,
     PACKED_SEQUENCES,
     SYMBOLIC_LENGTHS,
+    ARRAYS,
     LOOPS,
     NUMBER_CHECKS,
     COUNTS,

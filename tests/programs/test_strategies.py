@@ -34,6 +34,7 @@ def test_the_table_is_in_the_order_in_which_strategies_are_tried():
         "every way of a decision",
         "every way with loops",
         "strict tracing",
+        "arrays of numpy as tensors",
         "transformers' export patches",
         "static lengths",
         "several programs",
