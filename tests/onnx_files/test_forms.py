@@ -311,6 +311,17 @@ CASES = {
         ),
         -1 - torch.arange(48.0).reshape(2, 1, 4, 6) % 7,
     ),
+    "numbers of two dtypes, by other names": (
+        lambda x, n: (
+            torch.less(x, n),
+            torch.less_equal(n, x),
+            torch.greater(n, x),
+            torch.greater_equal(x, n),
+            torch.pow(n, x.abs()),
+        ),
+        floats(1.5, 2, -0.5, 4),
+        ints(2, 2, 3, -4),
+    ),
     "cross entropy without a batch": (
         lambda x: functional.cross_entropy(x[0], ints(1)[0], label_smoothing=0.1),
         SCORES,
