@@ -24,8 +24,8 @@ from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.cached_tokens import hidden_past
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.unpadded import MASK, without_padding
-from exportkit.running.bounds import rounding_bound, usual_bound
-from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors, elements_apart
+from exportkit.running.bounds import rounding_bound
+from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
 from exportkit.running.masks import Visible
 from exportkit.running.runner import Compare, Runner, compare_calls, recorded
@@ -34,7 +34,6 @@ from exportkit.trees import flatten, is_cache_class, join, stored_length
 _MOST_TRIALS = 64
 _FEW_TOKENS = 2
 _WIDEST = 4.0  # exponent of 10 of the largest values that are tried
-_UNKNOWN = 0.25  # elements that move by more than this part of the usual bound are not compared in a proof
 _ROUNDINGS = 16.0  # what a run that rounds differently changes in the outputs, times this, counts as equal
 POSITIONS: Final = "positions"  # of the new tokens: they count on from the cached ones
 _LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
@@ -282,26 +281,12 @@ def beyond_rounding(run: Runner, model: torch.nn.Module, visible: Visible | None
                 if changed is None:
                     with rounding_varied(0, weights, 1.0):
                         changed = run(call)
-                if path in changed and not is_arbitrary(expected[path], changed[path]):
+                if path in changed:
                     noise = compare_tensors(path, expected[path], changed[path], shown)
                     found = replace(found, reason=None) if found.absolute <= _ROUNDINGS * noise.absolute else found
             yield found
 
     return compare
-
-
-def is_arbitrary(expected: torch.Tensor, changed: torch.Tensor) -> bool:
-    """Returns whether rounding decides about a result: a proof would compare no element of it.
-
-    Args:
-        expected: The result.
-        changed: The result of a run that rounded differently.
-    """
-    if expected.shape != changed.shape:
-        return True
-    moved = elements_apart(expected, changed) > _UNKNOWN * usual_bound(expected)
-    # zero is what remains of one element without its mean, however that is computed
-    return expected.numel() > 0 and bool((moved & (expected != 0)).all())
 
 
 def _other_calls(plan: Plan, calls: Sequence[Call]) -> list[Call]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from exportkit.calls.call import Call
@@ -180,24 +180,9 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
             findings.append(_left_out(SmallSizes(pattern), reason))
             suspect = probe.by_values(at)
             suspects += [] if suspect is None else [suspect]
-    for item, sample in _arbitrary(probe, list(zip(found, samples, strict=True))):
-        found.remove(item)
-        samples.remove(sample)
-        findings.append(_left_out(item, "rounding decides about what the model returns"))
     extended = replace(domain, patterns=(*domain.patterns, *found), conditions=(*domain.conditions, *limits))
     plan = plan.with_findings(findings)
     return replace(traced, domain=extended, plan=plan, samples=tuple(samples), suspects=tuple(suspects))
-
-
-def _arbitrary(
-    probe: ProgramProbe, found: Sequence[tuple[SmallSizes, Mapping[str, int]]]
-) -> Iterator[tuple[SmallSizes, Mapping[str, int]]]:
-    """Yields patterns, each with sizes, for which no result can be compared; those of most small sizes come first."""
-    for count in sorted({len(item.sizes) for item, _ in found}, reverse=True):
-        arbitrary = [(item, at) for item, at in found if len(item.sizes) == count and probe.is_arbitrary(at)]
-        yield from arbitrary
-        if not arbitrary:  # with fewer small sizes there is more to go by
-            return
 
 
 def _fails_with(plan: Plan, part: Pattern, pattern: Pattern) -> bool:

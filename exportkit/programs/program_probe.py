@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.calls.call import Call
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled, solve_sizes
@@ -17,7 +16,7 @@ from exportkit.plan.small_sizes import (
     sizes_beside,
     small,
 )
-from exportkit.probing.missing import beyond_rounding, completed_call, is_arbitrary
+from exportkit.probing.missing import beyond_rounding, completed_call
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.probing.sized_calls import calls_with_values, run_sized, scaled, sized_call, stepwise_outputs
@@ -94,30 +93,6 @@ class ProgramProbe:
                 return difference
             difference = difference if stepwise is None else self._outcome(full, stepwise)
         return difference
-
-    def is_arbitrary(self, sizes: Mapping[str, int]) -> bool:
-        """Returns whether rounding decides about a whole output at these sizes, as where one element has no variance.
-
-        Args:
-            sizes: Sizes at which the program does what the model does.
-        """
-        traced = self._traced
-        weights = [*traced.model.parameters(), *traced.model.buffers()]
-
-        def outputs_move() -> bool:
-            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-            plain = self._answered(call)
-            with rounding_varied(0, weights, 1.0):
-                varied = self._answered(call)
-            if plain is None or varied is None:
-                return False
-            changed = varied.outputs.tensors()
-            return any(
-                is_arbitrary(it, changed[path]) for path, it in plain.outputs.tensors().items() if path in changed
-            )
-
-        with warnings.catch_warnings(action="ignore"):
-            return self._traced.sampled_answer(outputs_move, is_sure=lambda move: not move)
 
     def is_right_at_other_scales(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether the program does what the model does for values of other scales, too.

@@ -120,7 +120,7 @@ torch.export could not trace the model: ValueError was raised in it.
 NUMPY = """\
 torch.export could not trace the model: RuntimeError was raised in it.
   where: the model itself (Numpy), failing.py:N
-         return x + torch.from_numpy(x.numpy() * 2)
+         return x + torch.from_numpy(np.unwrap(x.numpy()))
   got: RuntimeError: .numpy() is not supported for tensor subclasses.
   hint: NumPy is not traced: use torch's operations on tensors instead.
         all that torch says: FILE"""
