@@ -293,7 +293,7 @@ class _Copies:
 
 
 def _inputs_of(program: torch.export.ExportedProgram) -> list[str]:
-    """The names of the inputs that an ONNX graph of a program has, too: all but those that are None."""
+    """The names of the inputs that the ONNX graph of a program keeps: all but those that are None."""
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     return [spec.arg.name for spec in specs if getattr(spec.arg, "value", "") is not None]
 

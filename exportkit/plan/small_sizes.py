@@ -173,8 +173,9 @@ def varied_sizes(plan: Plan, sizes: Mapping[str, int], numbers: Iterable[int]) -
     wanted += [(v, number) for number in (*numbers, *_USUAL) for v in free]
     for variable, number in wanted:
         step = step_of(variable)
-        is_multiple = number % step == 0 or sizes[variable.name] % step != 0  # to begin with, the size is no multiple
-        size = number if is_multiple else number * step
+        if sizes[variable.name] % step:  # sizes between the multiples are tried, too
+            step = 1
+        size = number if number % step == 0 else number * step
         inside = max(variable.minimum, 2) <= size and (variable.maximum is None or size <= variable.maximum)
         if inside and size != sizes[variable.name]:
             found = settled(plan, {**sizes, variable.name: size}, fit_rows=True)

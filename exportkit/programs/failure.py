@@ -266,7 +266,7 @@ def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
     lines = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     hint = "this works in eager mode; in a trace, tensors have no values and sizes are symbols: change this line."
     if ".numpy()" in str(error) or (place is not None and ".numpy()" in place.code):
-        hint = "NumPy is not traced: use torch's operations on tensors instead."
+        hint = "this use of NumPy cannot be traced: use torch's operations on tensors instead."
     elif "fake" in str(error).lower() and "impl" in str(error).lower():
         hint = "the operator does not say the shape of its result: register it with torch.library.register_fake."
     return Cause(

@@ -122,7 +122,7 @@ torch.export could not trace the model: RuntimeError was raised in it.
   where: the model itself (Numpy), failing.py:N
          return x + torch.from_numpy(np.unwrap(x.numpy()))
   got: RuntimeError: .numpy() is not supported for tensor subclasses.
-  hint: NumPy is not traced: use torch's operations on tensors instead.
+  hint: this use of NumPy cannot be traced: use torch's operations on tensors instead.
         all that torch says: FILE"""
 
 UNTRANSLATED = """\
