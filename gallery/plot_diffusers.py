@@ -54,6 +54,6 @@ onnx_model = exportkit.load(folder.name)
 print(list(onnx_model.parts), onnx_model.verify().verdict())
 
 # %%
-# Prompts, size, steps and seed are others now. The pipeline runs twice with them, and the images are compared.
+# Now with different prompts, size, steps and seed: the pipeline runs twice, and the images are compared.
 
 print(exportkit.compare_runs(lambda: images(["a", "b", "c"], size=32, steps=4, seed=5), pipe, onnx_model))

@@ -1,8 +1,8 @@
 """
-Decisions by values
-===================
+Data-dependent control flow
+===========================
 
-My model leaves early if it is sure. How do I export code that asks for the value of a tensor?
+My model exits early when it is confident. How do I export code that branches on the value of a tensor?
 """
 
 from tempfile import TemporaryDirectory
@@ -22,14 +22,14 @@ class EarlyExit(torch.nn.Module):
         for layer, head in zip(self.layers, self.heads, strict=True):
             x = x + layer(x).relu()
             scores = head(x).softmax(-1)
-            if scores.max(-1).values.min().item() > 0.9:  # all rows are sure
+            if scores.max(-1).values.min().item() > 0.9:  # confident about all rows
                 break
         return scores
 
 
 # %%
-# ``torch.export`` raises an error at the ``if``: a trace has no values, so it cannot know which way the code goes.
-# exportkit takes the ways that the recorded calls go: some of these leave after one or two layers.
+# ``torch.export`` raises an error at the ``if``: a trace has no values, so it cannot know which branch is taken.
+# exportkit traces the branches that the recorded calls take: some of these calls exit after one or two layers.
 
 torch.manual_seed(0)
 model, observer = EarlyExit().eval(), exportkit.InputObserver()
@@ -49,4 +49,4 @@ with TemporaryDirectory() as folder, torch.no_grad():
         torch.testing.assert_close(onnx_model(x), model(x))
 
 # %%
-# If no recorded call had left early, the graph would refuse calls that do, and the report would name the line.
+# If no recorded call had exited early, the graph would refuse calls that do, and the report would name the line.

@@ -35,7 +35,7 @@ for _ in range(150):
 
 # %%
 # The graph is compared with the model at the recorded calls, and at others. ``accuracy=0.98`` is the share of positions
-# at which the most likely token has to be the model's. Layers that do most harm get more bits until it is.
+# at which the most likely token has to be the model's. The most sensitive layers are stored in more bits until it is.
 
 observer, folder = exportkit.InputObserver(), TemporaryDirectory()
 with observer(model.eval()):

@@ -48,4 +48,4 @@ with TemporaryDirectory() as folder, torch.no_grad():
     for tokens in torch.randint(50, (2, 9)).split([5, 1, 3], dim=1):
         torch.testing.assert_close(onnx_model(tokens), model(tokens))
     print({name: tuple(value.shape) for name, value in onnx_model.module_state.items() if value.numel()})
-    onnx_model.module_state = None  # begins anew
+    onnx_model.module_state = None  # resets the state

@@ -32,7 +32,7 @@ encoder = Transformer(str(checkpoint))
 model = SentenceTransformer(modules=[encoder, Pooling(encoder.get_embedding_dimension()), Normalize()])
 
 # %%
-# The model takes and returns a dict of features, which needs no word from the user. Two batches show what varies.
+# The model takes and returns a dict of features, which needs no configuration. Two batches show what varies.
 
 observer = exportkit.InputObserver()
 with observer(model):

@@ -54,7 +54,7 @@ def test_every_public_name_has_an_entry():
     assert sorted(entries) == sorted(set(exportkit.__all__) - {"ExportkitError"})
 
 
-def test_every_error_has_an_entry_with_its_cause_and_its_cure():
+def test_every_error_has_an_entry_with_its_cause_and_its_fix():
     entries = re.split(r"^``(\w+)``.*\n", (ROOT / "docs" / "errors.rst").read_text(), flags=re.MULTILINE)
     texts = {}
     for name, text in zip(entries[1::2], entries[2::2], strict=True):
@@ -63,7 +63,7 @@ def test_every_error_has_an_entry_with_its_cause_and_its_cure():
         name for name, cls in vars(errors).items() if isinstance(cls, type) and cls.__module__ == errors.__name__
     }
     assert set(texts) == classes - {"ExportkitError"}
-    assert [name for name, text in texts.items() if "*Cause" not in text or "*Cure:*" not in text] == []
+    assert [name for name, text in texts.items() if "*Cause" not in text or "*Fix:*" not in text] == []
 
 
 def test_every_page_is_in_a_table_of_contents():
