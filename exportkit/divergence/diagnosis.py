@@ -20,7 +20,6 @@ import torch
 from exportkit._torch_compat.onnx import quiet_onnx_export
 from exportkit.divergence.graph_run import GraphNode, GraphRun, ModuleNodes, read_onnx
 from exportkit.divergence.match_values import MatchedCalls
-from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP, PEAK, ROUNDING
 from exportkit.module_traces.comparison import (
     PrintedResult,
@@ -34,6 +33,7 @@ from exportkit.module_traces.error_steps import ErrorStep, added_error, worst_st
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.trace_data import ModuleCall
 from exportkit.running.compare import distance, position_of_largest, unit_of
+from exportkit.running.masks import Padding
 from exportkit.running.program import tensors_by_node
 from exportkit.running.session import Session
 

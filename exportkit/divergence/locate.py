@@ -30,13 +30,13 @@ from exportkit.divergence.graph_run import (
 )
 from exportkit.divergence.match_values import MatchedCalls, match_values
 from exportkit.errors import InvalidRequestError, InvalidTypeError, RuntimeFailure
-from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP
 from exportkit.module_traces.trace import trace_model
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.programs.exported import ExportedModel
 from exportkit.running.compare import distance
 from exportkit.running.eager import kernels_of
+from exportkit.running.masks import Padding
 from exportkit.running.placement import Placement
 from exportkit.running.random_numbers import with_fixed_numbers
 from exportkit.running.session import Session
@@ -134,7 +134,7 @@ class _Search:
         self, model: torch.nn.Module, method: str, call: Call, graphs: _Graphs, before: Any, wrong: frozenset[str]
     ) -> None:
         self._model, self._call, self._graphs, self._before, self._wrong = model, call, graphs, before, wrong
-        self._padding, self._seed = Padding.of_tensors(call.tensors().items()), call.seed or 0
+        self._padding, self._seed = Padding.of_tensors(call.tensors()), call.seed or 0
         args, kwargs = call.signature.unbind(call.copies(), call.named)
         with (
             torch.no_grad(),

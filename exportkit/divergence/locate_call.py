@@ -12,7 +12,6 @@ from exportkit.calls.call import Call
 from exportkit.divergence.diagnosis import Divergence, Stage
 from exportkit.divergence.graph_run import GraphNode, nodes_of, read_onnx
 from exportkit.divergence.locate import locate_divergence
-from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import JUMP, ROUNDING
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.tables import first_of
@@ -20,6 +19,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.proof.differences import output_differences
 from exportkit.running.compare import distance, unit_of
 from exportkit.running.eager import run_eager
+from exportkit.running.masks import Padding
 from exportkit.running.placement import Placement
 from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import Session
@@ -116,7 +116,7 @@ def locate_outputs(
     """
     proto, folder = read_onnx(graph)
     results = Session(with_fixed_numbers(proto, seed).SerializeToString(), folder, placement=placement).run(inputs)
-    padding = Padding.of_tensors(inputs.items())
+    padding = Padding.of_tensors(inputs)
     errors = {name: distance(tensor, results[name], padding(tensor)).rms for name, tensor in expected.items()}
     close = {name for name, error in errors.items() if error <= JUMP * ROUNDING * unit_of(expected[name].dtype)}
     right = {name for name in close if name not in wrong or errors[name] == 0}

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from exportkit.divergence.graph_run import GraphRun, ModuleNodes
-from exportkit.module_traces.align import Padding
 from exportkit.module_traces.attribution import attribute_error, first_step, is_known
 from exportkit.module_traces.error_steps import ComparedCall, ErrorStep, Side, TensorPair
 from exportkit.module_traces.measure import dtype_name
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
 from exportkit.running.compare import Distance, distance, is_reordered, unit_of
+from exportkit.running.masks import Padding
 
 # A value whose relative distance to a tensor of the model is less than this is that tensor, whatever the rounding:
 # float16 and bfloat16 round to 5e-4 and 4e-3, so that in bfloat16 a tensor is matched again in each module.

@@ -18,7 +18,7 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
 from exportkit.running.compare import TF32_UNIT, Distance, misshapen, ratio, unit_of
-from exportkit.running.masks import kept_positions, visible_tail
+from exportkit.running.masks import Padding, lengths_of_mask
 
 Pair = tuple[ModuleCall, ModuleCall]
 _Shapes = tuple[tuple[int, ...], ...]
@@ -274,54 +274,11 @@ def same_content(first: TensorRecord, second: TensorRecord) -> bool:
     return bool(first.hash) and first.hash == second.hash and first.dtype == second.dtype
 
 
-class Padding:
-    """Positions that an attention mask hides, for every tensor that has the same batch and length.
-
-    They are left out of comparisons: what a model computes there is arbitrary, and differs between kernels that are
-    equally right.
-
-    Args:
-        mask: Attention mask ``(batch, length)``, or None.
-    """
-
-    def __init__(self, mask: torch.Tensor | None) -> None:
-        kept = None if mask is None else kept_positions(mask)
-        self._mask = None if kept is None or bool(kept.all()) else kept
-        self._found: dict[tuple[int, ...], torch.Tensor | None] = {}
-
-    @classmethod
-    def of_tensors(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> Padding:
-        """Returns the padding that the inputs of a model, by path, describe."""
-        masks = (tensor for path, tensor in tensors if path.endswith("attention_mask") and tensor.ndim == 2)
-        return cls(next(masks, None))
-
-    @classmethod
-    def of_call(cls, trace: TraceData, call: ModuleCall) -> Padding:
-        """Returns the padding that the inputs of a traced call describe, if their values were stored."""
-        masks = [r for r in call.inputs if r.path.endswith("attention_mask") and len(r.shape) == 2]
-        return cls(trace.tensor(masks[0]) if masks and masks[0].key is not None else None)
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns booleans that broadcast to the tensor, or None if all of it counts."""
-        if self._mask is None:
-            return None
-        shape = tuple(tensor.shape)
-        if shape not in self._found:
-            self._found[shape] = self._of_shape(self._mask, shape)
-        return self._found[shape]
-
-    def has_several_rows_of_a_token(self, tensor: torch.Tensor) -> bool:
-        """Returns whether there is a row for each expert of each token, so that it is not known which are padding."""
-        if self._mask is None or tensor.ndim < 2:
-            return False
-        several, rest = divmod(tensor.shape[0], self._mask.numel())
-        return several > 1 and not rest
-
-    def _of_shape(self, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-        batch, length = mask.shape
-        if len(shape) < 2 or shape[0] not in (batch, batch * length):
-            return None
-        if shape[0] == batch * length:  # all tokens in one axis
-            return mask.reshape(-1, *(1 for _ in shape[1:]))
-        axis = 2 if len(shape) == 4 and shape[2] <= length and shape[1] != length else 1
-        return visible_tail(mask, axis, shape) if 1 < shape[axis] <= length else None
+def padding_of(trace: TraceData, call: ModuleCall) -> Padding:
+    """Returns the padding that the inputs of a traced call describe, if their values were stored."""
+    masks = [record for record in call.inputs if record.path.rpartition(".")[2] == "attention_mask"]
+    mask = trace.tensor(masks[0]) if masks and len(masks[0].shape) == 2 and masks[0].key is not None else None
+    if mask is None:
+        return Padding(None)
+    inputs = {record.path: (getattr(torch, record.dtype), record.shape) for record in call.inputs}
+    return Padding(mask, lengths_of_mask(masks[0].path, inputs))

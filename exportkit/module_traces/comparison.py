@@ -19,11 +19,11 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.json_data import as_json_data
 from exportkit.module_traces.align import (
-    Padding,
     Pair,
     align_calls,
     distance_of_statistics,
     match_records,
+    padding_of,
     rounding_unit,
 )
 from exportkit.module_traces.attribution import attribute_error
@@ -39,6 +39,7 @@ from exportkit.module_traces.error_steps import (
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
 from exportkit.plan.tables import first_of
 from exportkit.running.compare import Distance, distance, position_of_largest
+from exportkit.running.masks import Padding
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -268,7 +269,7 @@ class _Comparing:
         self._padding: dict[int, Padding] = {}  # of the outermost call that each call is part of
         for call in first.calls:
             above = self._padding.get(call.parent) if call.parent is not None else None
-            self._padding[call.index] = Padding.of_call(first, call) if above is None else above
+            self._padding[call.index] = padding_of(first, call) if above is None else above
         self._seen: dict[tuple[Any, ...], Distance] = {}
         self._matched: dict[tuple[int, Side], list[tuple[TensorRecord, TensorRecord]]] = {}
 

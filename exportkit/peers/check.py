@@ -25,7 +25,7 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.missing import fill_missing
 from exportkit.probing.planning import plan_calls
 from exportkit.running.compare import compare_tensors
-from exportkit.running.masks import find_mask, visible_by_shape
+from exportkit.running.masks import Padding
 from exportkit.running.session import GraphSession, Session
 from exportkit.trees import string_type
 
@@ -226,8 +226,7 @@ def _attempt(
     except ExportkitError as error:
         return {"SUCCESS": False, "error": str(error), "ort_duration": time.perf_counter() - started}, []
     duration = time.perf_counter() - started
-    mask = find_mask(call.tensors())
-    row = _verdict(_expected(call), outputs, tolerance, None if mask is None else mask[1])
+    row = _verdict(_expected(call), outputs, tolerance, Padding.of_tensors(call.tensors()))
     return {**row, "ort_duration": duration}, outputs
 
 
@@ -239,7 +238,7 @@ def _verdict(
     expected: Sequence[torch.Tensor | None],
     got: Sequence[torch.Tensor],
     tolerance: Tolerance,
-    mask: torch.Tensor | None,
+    padding: Padding,
 ) -> dict[str, Any]:
     if tolerance.skip_none and len(expected) != len(got):
         expected = [tensor for tensor in expected if tensor is not None]
@@ -252,7 +251,7 @@ def _verdict(
         error = _mismatch(a, b)
         if a is None or error:
             return {"SUCCESS": False, "error": error}
-        found = compare_tensors("", a, b, visible_by_shape(mask, tuple(a.shape)), offset=tolerance.rtol)
+        found = compare_tensors("", a, b, padding(a), offset=tolerance.rtol)
         absolute, relative = max(absolute, found.absolute), max(relative, found.relative)
     success = absolute <= tolerance.atol and relative <= tolerance.rtol
     return {"SUCCESS": success, "error": "", "abs": absolute, "rel": relative}

@@ -26,7 +26,7 @@ from exportkit.overrides import replaced_attributes
 from exportkit.rewrites.branches import deciding, place_asking
 from exportkit.rewrites.model_code import Place, is_model_code
 from exportkit.rewrites.ways import Way, asked_for_equality
-from exportkit.trees import Tree, cloned, flatten
+from exportkit.trees import Tree, cloned, flatten, set_stored_length, stored_length
 
 MOST_WAYS = 8  # a trace runs the model once for each
 
@@ -100,7 +100,8 @@ def _runs(
     undecided: MutableSet[Place],
 ) -> list[_Run]:
     """A run for each combination of outcomes that places had, or, if there are too many, for fewer combinations."""
-    given, outcomes = flatten((args, kwargs)), defaultdict[Place, set[bool]](set)
+    given, counted = flatten((args, kwargs)), stored_length((args, kwargs))
+    outcomes = defaultdict[Place, set[bool]](set)
     for way in ways:
         for place, found in way.items():
             outcomes[place].update(found)
@@ -111,6 +112,8 @@ def _runs(
         runs, pending = list[_Run](), list[list[bool]]([[]])
         while pending:
             values, named = (given if is_only else given.map(cloned)).build()
+            if not (isinstance(counted, int) and counted == 0):
+                set_stored_length((values, named), counted)
             going = _Going(ways, pending.pop(), undecided, outcomes_of)
             with contextlib.suppress(_NotRecorded), going.applied(), unchanged(model):
                 run = _Run(going.decisions, flatten(call(*values, **named)))

@@ -21,7 +21,12 @@ TORCH, EXPORTKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _PYTHON = Path(sysconfig.get_paths()["stdlib"])
 # Code without a file: a prompt, a notebook, a doctest. Other names of this form belong to Python and torch.
 _TYPED = ("<stdin>", "<ipython-input", "<python-input", "<doctest ")
-_LOGGING = re.compile(r"print|warn|(\w+\.)*(_*log(ger|ging)?(\.getLogger\(.*\))?|warnings)\.\w+", re.IGNORECASE)
+_LOGGING = re.compile(
+    r"print|warn|(\w+\.)*(_*log(ger|ging)?(\.getLogger\(.*\))?|warnings)"
+    r"\.(debug|info|warn|error|exception|critical|log)\w*",
+    re.IGNORECASE,
+)
+_HARMLESS = frozenset({"format", "item", "join", "len", "repr", "size", "str", "tolist", "tuple", "type"})
 
 
 def is_model_code(file: str) -> bool:
@@ -161,11 +166,20 @@ def _changes_no_value(statement: ast.stmt) -> bool:
     match statement:
         case ast.Pass():
             return True
-        case ast.Expr(ast.Call(function)):
-            return _LOGGING.fullmatch(ast.unparse(function)) is not None
+        case ast.Expr(ast.Call(function, arguments, keywords)):
+            parts = [part for given in (*arguments, *keywords) for part in ast.walk(given)]
+            return _LOGGING.fullmatch(ast.unparse(function)) is not None and not any(map(_may_act, parts))
         case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(ast.Name(held), "contiguous"), [], [])):
             return name == held
     return False
+
+
+def _may_act(part: ast.AST) -> bool:
+    """Whether a part of an expression may do more than return a value."""
+    match part:
+        case ast.Call(ast.Name(name)) | ast.Call(ast.Attribute(_, name)):
+            return name not in _HARMLESS
+    return isinstance(part, ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
 
 
 def _fits_tensor(statement: ast.stmt) -> bool:

@@ -6,7 +6,7 @@ there is no model to ask, the mask is all that is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -72,18 +72,6 @@ def visible_positions(
     return None
 
 
-def visible_by_shape(mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Returns what `visible_positions` does for an output whose axes have no names, going by sizes alone.
-
-    The length is looked for where outputs of language models have it: axis 2 of caches ``(batch, heads, length, dim)``,
-    axis 1 of anything else.
-    """
-    if mask is None or bool(mask.all()) or len(shape) < 2 or shape[0] != mask.shape[0]:
-        return None
-    axis = 2 if len(shape) == 4 else 1
-    return visible_tail(mask, axis, shape) if 1 < shape[axis] <= mask.shape[1] else None
-
-
 def visible_tail(mask: torch.Tensor, axis: int, shape: tuple[int, ...]) -> torch.Tensor | None:
     """Returns the last columns of the mask, as many as the axis is long, ready to broadcast.
 
@@ -96,3 +84,76 @@ def visible_tail(mask: torch.Tensor, axis: int, shape: tuple[int, ...]) -> torch
     if not bool(tail.any()):
         return None
     return tail.reshape(len(tail), *([1] * (axis - 1)), size, *([1] * (len(shape) - axis - 1)))
+
+
+class Padding:
+    """Positions that an attention mask hides, going by the sizes of tensors alone.
+
+    The mask says which positions of a length are padding: of its own, and of the last part of it, as long as the new
+    tokens behind a cache. If a call has another sequence beside that of the mask, such as that of a decoder, a tensor
+    of its length has no padding.
+
+    Args:
+        mask: The attention mask ``(batch, length)``, or None.
+        lengths: Lengths that belong to the mask; by default all that are not longer.
+    """
+
+    def __init__(self, mask: torch.Tensor | None, lengths: Collection[int] | None = None) -> None:
+        kept = None if mask is None else kept_positions(mask)
+        self._mask = None if kept is None or bool(kept.all()) else kept
+        self._lengths = lengths
+        self._found: dict[tuple[int, ...], torch.Tensor | None] = {}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Padding:
+        """Returns the padding that the inputs of a model, by path, describe."""
+        found = find_mask(tensors)
+        if found is None:
+            return cls(None)
+        described = {path: (tensor.dtype, tensor.shape) for path, tensor in tensors.items()}
+        return cls(tensors[found[0]], lengths_of_mask(found[0], described))
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns booleans that broadcast to a tensor, or None if all of it counts."""
+        if self._mask is None:
+            return None
+        shape = tuple(tensor.shape)
+        if shape not in self._found:
+            self._found[shape] = self._of_shape(self._mask, shape)
+        return self._found[shape]
+
+    def has_several_rows_of_a_token(self, tensor: torch.Tensor) -> bool:
+        """Returns whether there is a row for each expert of each token, so that it is not known which are padding."""
+        if self._mask is None or tensor.ndim < 2:
+            return False
+        several, rest = divmod(tensor.shape[0], self._mask.numel())
+        return several > 1 and not rest
+
+    def _of_shape(self, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+        batch, length = mask.shape
+        if len(shape) < 2 or shape[0] not in (batch, batch * length):
+            return None
+        if shape[0] == batch * length:  # all tokens in one axis
+            return mask.reshape(-1, *(1 for _ in shape[1:]))
+        axis = 2 if len(shape) == 4 and shape[2] <= length and shape[1] != length else 1
+        if not 1 < shape[axis] <= length or (self._lengths is not None and shape[axis] not in self._lengths):
+            return None
+        return visible_tail(mask, axis, shape)
+
+
+def lengths_of_mask(path: str, inputs: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Collection[int] | None:
+    """Returns the lengths that belong to an attention mask; None for all, as there is no other sequence in the call.
+
+    Args:
+        path: Path of the mask.
+        inputs: Dtype and shape of each input, by path.
+    """
+    batch, length = inputs[path][1]
+    cached = {shape[2] for _, shape in inputs.values() if len(shape) == 4}
+    sequences = {
+        int(shape[1])
+        for dtype, shape in inputs.values()
+        if len(shape) == 2 and shape[0] == batch and not (dtype.is_floating_point or dtype.is_complex)
+    }
+    own = {count for count in sequences if count == length or length - count in cached}
+    return None if own == sequences else own

@@ -178,7 +178,7 @@ def set_stored_length(cache: Any, length: int) -> None:
         if isinstance(part, list | tuple | dict):
             waiting += part.values() if isinstance(part, dict) else part
         for name, value in vars(part).items() if is_cache_class(type(part)) else ():
-            if name == "cumulative_length" and isinstance(value, int):
+            if name == "cumulative_length" and isinstance(value, int | torch.SymInt):
                 part.cumulative_length = length
             elif name == "is_initialized" and not length and isinstance(getattr(part, "keys", None), torch.Tensor):
                 # False as in the first call of a generation, which models ask for.
@@ -196,14 +196,14 @@ def stored_length(value: Any) -> int:
     Args:
         value: A cache, or lists, tuples and dicts of caches; for any other value the result is 0.
     """
-    longest, waiting = 0, [value]
+    longest, waiting = 0, [value]  # in a trace, a count may be symbolic
     while waiting:
         part = waiting.pop()
         if isinstance(part, list | tuple | dict):
             waiting += part.values() if isinstance(part, dict) else part
         elif is_cache_class(type(part)):
             count = getattr(part, "cumulative_length", 0)
-            longest = max(longest, count if isinstance(count, int) else 0)
+            longest = torch.sym_max(longest, count) if isinstance(count, int | torch.SymInt) else longest
             for name, item in vars(part).items():
                 if not (type(item) in ATOMS or isinstance(item, torch.Tensor) or name == "cross_attention_cache"):
                     waiting.append(item)

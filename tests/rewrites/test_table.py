@@ -169,11 +169,31 @@ def test_a_state_space_model_is_traced_with_more_tokens_than_a_chunk(tmp_path):
     assert report.ok, str(report)
 
 
+class Gate(torch.nn.Module):
+    def forward(self, hidden):
+        return hidden * 2 if hidden.sum() > 0 else hidden
+
+
+def test_filled_windows_keep_their_counters_where_every_branch_is_traced(tmp_path):
+    torch.manual_seed(0)
+    model = mistral()
+    model.model.norm = Gate()
+    exported = exportkit.export(model, observed(model, padded_left(7)))
+    assert exported.attempts[-1].strategy == "every way of a decision"
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+
+
+def fails_in_a_trace(hidden):
+    if torch.compiler.is_exporting():
+        raise NotImplementedError("This layer runs in eager mode only.")
+    return hidden
+
+
 def test_rewrites_are_undone_when_the_export_fails():
     model = mistral()
     observer = observed(model, padded_left(7))
     before = dict(vars(window_layers()))
-    model.model.norm.forward = lambda hidden: hidden * 1.0 if hidden.sum() > 0 else hidden
+    model.model.norm.forward = fails_in_a_trace
     with pytest.raises(exportkit.ExportkitError):
         exportkit.export(model, observer)
     assert dict(vars(window_layers())) == before

@@ -5,7 +5,7 @@ import torch
 
 from exportkit.running.bounds import fixed_bound
 from exportkit.running.compare import compare_outputs, compare_tensors, outputs_close
-from exportkit.running.masks import find_mask, visible_by_shape, visible_positions
+from exportkit.running.masks import Padding, find_mask, visible_positions
 
 NAN, INF = float("nan"), float("inf")
 
@@ -108,10 +108,10 @@ def test_everything_is_visible_where_the_mask_has_no_say(mask, axes, shape):
 
 
 def test_without_names_the_length_is_looked_for_by_size():
-    assert visible_by_shape(MASK, (2, 4, 99)).shape == (2, 4, 1)
-    assert visible_by_shape(MASK, (2, 2, 4, 8)).shape == (2, 1, 4, 1)
-    assert visible_by_shape(MASK, (2, 1, 99)) is None
-    assert visible_by_shape(MASK, (3, 4)) is None
+    assert Padding(MASK)(torch.zeros(2, 4, 99)).shape == (2, 4, 1)
+    assert Padding(MASK)(torch.zeros(2, 2, 4, 8)).shape == (2, 1, 4, 1)
+    assert Padding(MASK)(torch.zeros(2, 1, 99)) is None
+    assert Padding(MASK)(torch.zeros(3, 4)) is None
 
 
 def test_the_mask_is_found_by_its_name():

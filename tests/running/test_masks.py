@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from exportkit.module_traces.align import Padding
-from exportkit.running.masks import find_mask, find_masks, kept_positions, visible_tail
+from exportkit.running.masks import Padding, find_mask, find_masks, kept_positions, visible_tail
 
 LEFT = [[False, True, True], [True, True, True]]
 LOWEST = torch.finfo(torch.float32).min
