@@ -49,6 +49,7 @@ _LONGEST_AXIS = 2**31 - 1  # no axis of a tensor that fits into memory is longer
 _ONE_BY_ONE = 1024  # sizes that are tried one by one; beyond, those around powers of two
 _TRIED = (2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 64, 100, 255, 1000, 4096, 65_537, 1_000_000)
 _BESIDE = (2, 3, 17, 1000)  # sizes of the other variables
+_MOST_NUMBERS = 6  # in a condition near which sizes are tried
 
 Range = tuple[int, int | None]
 
@@ -220,9 +221,10 @@ def leaves_out_sizes(condition: SizeCondition, allowed: Mapping[str, Range]) -> 
         condition: The condition.
         allowed: The smallest and the largest size of each variable.
     """
-    names = sorted(condition.variables())
-    for name, beside in product(names, _BESIDE):
-        for size in (*_TRIED, allowed[name][1] or _LONGEST_AXIS):
+    names, numbers = sorted(condition.variables()), sorted(condition.numbers())[:_MOST_NUMBERS]
+    near = dict.fromkeys(number + more for number in numbers for more in (0, 1, -1))
+    for name, beside in product(names, (*_BESIDE, *numbers)):
+        for size in (*_TRIED, *near, allowed[name][1] or _LONGEST_AXIS):
             sizes = {other: size if other == name else beside for other in names}
             if all(_is_within(sizes[other], allowed[other]) for other in names) and not condition.holds(sizes):
                 return True

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from exportkit._torch_compat.memory import version_of
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, WrittenArgument
 from exportkit.errors import ArgumentError
@@ -41,14 +42,16 @@ def written_arguments(observation: Observation, model: torch.nn.Module, method: 
     def noted(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         before = {name: flatten(value) for name, value in values.items()}
         copies = {name: tree.map(cloned) for name, tree in before.items()}
+        versions = {name: {path: version_of(t) for path, t in tree.tensors().items()} for name, tree in before.items()}
         result = run(values)
         for name, tree in before.items():
-            after = flatten(values[name])
-            changed = _changed(copies[name], after)
-            if _differ(copies[name], after):
+            after, held = flatten(values[name]), tree.tensors()
+            made = after.tensors()
+            kept = {path for path, tensor in held.items() if made.get(path) is tensor}
+            written = {path for path in kept if version_of(held[path]) != versions[name][path]}  # perhaps as they were
+            if written or _differ(copies[name], after):
                 places[name].add(_place(result, values[name]))
-                held = tree.tensors()
-                in_place[name] |= {path for path in changed if held[path] is after.tensors()[path]}
+                in_place[name] |= written | (kept & _changed(copies[name], after))
 
     for call in observation.calls:
         _runs(model, method, call, noted)

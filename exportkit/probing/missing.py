@@ -22,18 +22,18 @@ from exportkit.calls.observation import Observation
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.cached_tokens import hidden_past
+from exportkit.probing.other_values import with_wide_values
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.unpadded import MASK, without_padding
 from exportkit.running.bounds import rounding_bound
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
 from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
-from exportkit.running.masks import Visible
+from exportkit.running.masks import Padding
 from exportkit.running.runner import Compare, Runner, compare_calls, recorded
-from exportkit.trees import flatten, is_cache_class, join, stored_length
+from exportkit.trees import flatten, join, stored_length
 
 _MOST_TRIALS = 64
 _FEW_TOKENS = 2
-_WIDEST = 4.0  # exponent of 10 of the largest values that are tried
 _ROUNDINGS = 16.0  # what a run that rounds differently changes in the outputs, times this, counts as equal
 POSITIONS: Final = "positions"  # of the new tokens: they count on from the cached ones
 _LOWEST = -1e30  # minus infinity of states that hold a logarithm: the largest exponent of no tokens
@@ -243,28 +243,14 @@ def call_without(plan: Plan, observation: Observation, sizes: Mapping[str, int],
     return replace(call.with_arguments(arguments), sizes=sizes)
 
 
-def with_wide_values(call: Call) -> Call:
-    """Returns the call with random floating-point numbers of all magnitudes, those in caches left as they are."""
-    changed = {}
-    generator = torch.Generator().manual_seed(0)
-    for name, tree in call.arguments.items():
-        for path, tensor in tree.tensors().items():
-            if tensor.is_floating_point() and not is_cache_class(tree.cls):
-                most = min(_WIDEST, math.log10(torch.finfo(tensor.dtype).max) - 1)
-                exponents = torch.rand(tensor.shape, generator=generator) * (most + 1) - 1
-                values = torch.randn(tensor.shape, generator=generator) * 10**exponents
-                changed[join(name, path)] = values.to(tensor)
-    return call.with_tensors(changed)
-
-
-def beyond_rounding(run: Runner, model: torch.nn.Module, visible: Visible | None = None) -> Compare:
+def beyond_rounding(run: Runner, model: torch.nn.Module, padding: Padding | None = None) -> Compare:
     """Returns a comparison in which a difference counts if it exceeds what rounding makes of a result.
 
     Args:
         run: Runs the model; it runs again, rounding differently, where something differs. What it does not return
             differs.
         model: The model.
-        visible: What of an output counts; all of it by default.
+        padding: What of an output does not count.
     """
     weights = [*model.parameters(), *model.buffers()]
 
@@ -275,7 +261,7 @@ def beyond_rounding(run: Runner, model: torch.nn.Module, visible: Visible | None
             if difference.reason is None or not difference.absolute < math.inf:
                 yield difference
                 continue
-            shown = None if visible is None else visible(path, tuple(expected[path].shape))
+            shown = None if padding is None else padding(expected[path])
             found = compare_tensors(path, expected[path], got[path], shown, bound=rounding_bound)
             if found.reason is not None:
                 if changed is None:

@@ -18,7 +18,9 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.probing.model_probe import ModelProbe
+from exportkit.probing.other_values import scaled, with_wide_values
 from exportkit.probing.size_reads import tensors_read
+from exportkit.running.compare import Tensors
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import Tree, first_name, is_cache_class, join, with_list
@@ -60,7 +62,9 @@ def simplify_calls(observation: Observation, model: torch.nn.Module, method: str
     names = _irregular(observation)
     if not names:
         return Simplified(observation)
-    passed = _passed_through(observation, names)
+    found = _passed_through([(call.tensors(), call.outputs.tensors()) for call in observation.calls], names)
+    probe = ModelProbe(model, method, observation)
+    passed = {name: path for name, path in found.items() if _is_passed_through(name, probe, names)}
     probe = ModelProbe(model, method, _without_outputs(observation, passed))
     nested = _nested(observation, names)
     read = tensors_read(model, method, probe.observation.calls) if nested else set[str]()
@@ -200,16 +204,16 @@ def _irregular(observation: Observation) -> set[str]:
     return found
 
 
-def _passed_through(observation: Observation, names: Collection[str]) -> dict[str, str]:
+def _passed_through(calls: Iterable[tuple[Tensors, Tensors]], names: Collection[str]) -> dict[str, str]:
     """Outputs that are inputs handed back: name of the output to path of the input, if that holds in all calls.
 
     A graph need not return them, and could not: the number of tensors in them may change from call to call.
     """
     sources: dict[str, set[str | None]] = defaultdict(set)
-    for call in observation.calls:
-        given = {path: tensor for path, tensor in call.tensors().items() if first_name(path) in names}
+    for tensors, returned in calls:
+        given = {path: tensor for path, tensor in tensors.items() if first_name(path) in names}
         outputs: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for path, tensor in call.outputs.tensors().items():
+        for path, tensor in returned.items():
             name = first_name(path)
             outputs[name][path.removeprefix(name)] = tensor
         for name, leaves in outputs.items():
@@ -220,6 +224,16 @@ def _passed_through(observation: Observation, names: Collection[str]) -> dict[st
         if source is not None and not paths:
             found[name] = source
     return found
+
+
+def _is_passed_through(output: str, probe: ModelProbe, names: Collection[str]) -> bool:
+    """Whether an output is an input handed back for other values, too, if the model accepts them."""
+    wide = [with_wide_values(call) for call in probe.observation.calls[:1]]
+    for call in (*wide, *(scaled(call, -1.0) for call in wide)):
+        returned = probe.outputs(call)
+        if returned is not None and output not in _passed_through([(call.tensors(), returned)], names):
+            return False
+    return True
 
 
 def _source(given: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> str | None:
@@ -303,7 +317,8 @@ def _are_alike(tensors: Iterable[torch.Tensor], least_rank: int = 1) -> bool:
 
 def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
     """Whether the model returns the same for the list's concatenation as for the list, in every call that has it."""
-    changed = []
+    changed, further = list[Call](), list[Call]()
+    most = 1 + max(len(_members(call.tensors(), parent)) for call in probe.observation.calls)
     for call in probe.observation.calls:
         members = list(_members(call.tensors(), parent).values())
         if not members:
@@ -315,7 +330,12 @@ def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
         changed.append(_with_list(call, parent, members, other))
         if changed[-1].shapes() == call.shapes():  # a list of an object stays as it is
             return False
-    return all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed))
+        for parts in (whole.split(1), whole.tensor_split(most)):
+            further.append(_with_list(call, parent, members, list(parts)))
+    if not all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed)):
+        return False
+    outcomes = compare_calls(recorded, probe.run, further)  # a model may raise for short tensors
+    return all(outcome.agrees or outcome.error is not None for outcome in outcomes)
 
 
 def _with_list(call: Call, parent: str, members: list[torch.Tensor], tensors: list[torch.Tensor]) -> Call:

@@ -10,26 +10,53 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
+import math
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.calls.call import Call
+from exportkit.rewrites.branches import place_asking
+from exportkit.rewrites.model_code import Place, is_model_code
 from exportkit.running.eager import run_eager
 from exportkit.trees import flatten, join
 
+Result = TypeVar("Result")
+
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"  # what exportkit compares on its way to the model is left out
-_NOT_THE_MODELS = (_OWN, f"{Path(torch.__file__).parent}{os.sep}")
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_NOT_THE_MODELS = (_OWN, _TORCH)
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-_ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod")
+_ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "mod",
+    "divmod",
+    "truediv",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+)
+_COMPARING = frozenset({"COMPARE_OP", "CONTAINS_OP"})
+_CHANGES: Mapping[str, Callable[..., Any]] = {
+    "neg": operator.neg, "abs": abs, "round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc,
+}  # fmt: skip
+# Functions of tensors that return Python numbers; `item` and `bool` may return what a branch asks for.
+_NUMBERS = frozenset({"item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose", "numpy"})
 
 
 class SizeComparison(NamedTuple):
@@ -56,6 +83,16 @@ class Text(NamedTuple):
     place: str
 
 
+class Lost(NamedTuple):
+    """Code that makes a plain number of a size, or looks it up: how that is compared is not seen.
+
+    Attributes:
+        place: File and line.
+    """
+
+    place: str
+
+
 class Code(NamedTuple):
     """Instructions of a function that ran.
 
@@ -72,6 +109,10 @@ class Code(NamedTuple):
         first = min(self.offsets)
         found = [line for start, end, line in self.code.co_lines() if start <= first < end]
         return f"{self.code.co_filename}:{found[0] if found else self.code.co_firstlineno}"
+
+    def compares(self) -> bool:
+        """Returns whether any of these instructions compares values."""
+        return any(i.opname in _COMPARING for i in dis.get_instructions(self.code) if i.offset in self.offsets)
 
     def numbers(self) -> Iterator[int]:
         """Yields the integers that these instructions load, also those in tuples and sets of constants."""
@@ -136,12 +177,16 @@ class SizeReads(TorchFunctionMode):
 
     Attributes:
         log: What was read and compared, in order.
+        branches: Where code branches on the value of a tensor, with the outcomes.
+        numbers: Where code reads numbers from tensors: file and line.
     """
 
     def __init__(self, with_code: bool = False) -> None:
         super().__init__()
         self._with_code = with_code
         self.log: list[tuple[Any, ...]] = []
+        self.branches: dict[Place, set[bool]] = {}
+        self.numbers: set[str] = set()
         self._code: dict[int, Code] = {}
         self._tracers: list[Any] = []
 
@@ -161,7 +206,7 @@ class SizeReads(TorchFunctionMode):
     def _tracer(self, frame: FrameType, _event: str, _: Any) -> Any:
         """Returns what notes the instructions of a call of a function; None for a function that is not of the model."""
         code = frame.f_code
-        if code.co_filename.startswith(_NOT_THE_MODELS):
+        if not _is_model_code(code.co_filename):
             return None
         add = self._code.setdefault(id(code), Code(code, set())).offsets.add
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -186,9 +231,22 @@ class SizeReads(TorchFunctionMode):
                 found.append(Code(code, own))
         return found
 
+    def values_beyond(self, known: Sequence[SizeReads]) -> set[Place | str]:
+        """Returns where code branches on values here, or reads numbers from tensors, and in no other run.
+
+        Args:
+            known: The other runs.
+        """
+        found: set[Place | str] = {*self.branches, *self.numbers}
+        return found.difference(*((*other.branches, *other.numbers) for other in known))
+
     def texts(self) -> frozenset[str]:
         """Returns where text was made of sizes: file and line."""
         return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], Text)])
+
+    def lost(self) -> frozenset[str]:
+        """Returns where plain numbers were made of sizes: file and line."""
+        return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], Lost)])
 
     def comparisons(self) -> dict[SizeComparison, tuple[int, float]]:
         """Returns the comparisons with the values of both sides."""
@@ -205,97 +263,145 @@ class SizeReads(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if isinstance(result, torch.Size):
             self.log.append((name, *result))
-            return torch.Size([_Size.of(size, self.log) for size in result])
-        if type(result) is int:
+            return torch.Size([_noting(size, self.log) for size in result])
+        if name == "__bool__" or name in _NUMBERS:
+            self._note_values(result, is_branch=name == "__bool__" or (name == "item" and type(result) is bool))
+        elif type(result) is int:
             self.log.append((name, result))
-            return _Size.of(result, self.log)
+            if name == "__len__":  # `len` returns a plain number
+                _note_use(Lost, self.log, past_torch=True)
+            return _noting(result, self.log)
         return result
 
+    def _note_values(self, result: Any, is_branch: bool) -> None:
+        place = place_asking(sys._getframe(2))
+        if _is_model_code(place[0]) and is_branch:
+            self.branches.setdefault(place, set()).add(bool(result))
+        elif _is_model_code(place[0]):
+            self.numbers.add(f"{place[0]}:{place[1]}")
 
-def size_reads(run: Callable[[], Any]) -> SizeReads | None:
-    """Returns which sizes are read and which code runs while a function runs; None if it raises."""
+
+_is_model_code = functools.lru_cache(maxsize=1024)(is_model_code)
+
+
+def size_reads(run: Callable[[], Result]) -> tuple[SizeReads, Result] | tuple[None, None]:
+    """Returns which sizes are read and which code runs while a function runs, and its result; None if it raises."""
     found = SizeReads(with_code=True)
     try:
         with found:
-            run()
+            return found, run()
     except Exception:
-        return None
-    return found
+        return None, None
 
 
-class _Size(int):
-    """A size that notes how it is compared, and so do numbers that are calculated from it."""
+class _Noting:
+    """A number that is calculated from sizes, and notes how it is compared."""
 
     log: list[tuple[Any, ...]]
 
-    @classmethod
-    def of(cls, value: int, log: list[tuple[Any, ...]]) -> _Size:
-        found = cls(value)
-        found.log = log
-        return found
-
     def __bool__(self) -> bool:
         self.note("ne", 0)
-        return int(self) != 0
+        return bool(_plain(self) != 0)
 
     def note(self, name: str, other: Any) -> None:
-        """Notes that the caller of the caller compares this size."""
+        """Notes that the caller of the caller compares this number."""
         frame = sys._getframe(2)
         place = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
         if not place[0].startswith(_OWN):
-            plain = int(other) if isinstance(other, int) else other
-            comparison = SizeComparison(place, name, None if isinstance(other, _Size) else plain)
-            self.log.append((comparison, int(self), plain))
+            comparison = SizeComparison(place, name, None if isinstance(other, _Noting) else _plain(other))
+            self.log.append((comparison, _plain(self), _plain(other)))
 
     def __repr__(self) -> str:
-        self._note_text()
-        return int.__repr__(self)
+        _note_use(Text, self.log)
+        return repr(_plain(self))
 
     def __format__(self, spec: str) -> str:
-        self._note_text()
-        return format(int(self), spec)
+        _note_use(Text, self.log)
+        return format(_plain(self), spec)
 
-    def _note_text(self) -> None:
-        frame = sys._getframe(2)
-        if not frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
-            self.log.append((Text(f"{frame.f_code.co_filename}:{frame.f_lineno}"),))
+    def __int__(self) -> int:
+        _note_use(Lost, self.log)
+        return int(_plain(self))
 
     def __float__(self) -> float:
-        self.log.append(("float", int(self)))
-        return float(int(self))
+        _note_use(Lost, self.log)
+        return float(_plain(self))
 
-    def __neg__(self) -> int:
-        return _Size.of(-int(self), self.log)
+    def __hash__(self) -> int:
+        _note_use(Lost, self.log)
+        return hash(_plain(self))
 
-    __hash__ = int.__hash__
+
+class _Size(_Noting, int):
+    """A size, or an integer that is calculated from sizes."""
 
 
-def _comparing(name: str) -> Callable[[_Size, Any], Any]:
+class _Fraction(_Noting, float):
+    """Any other number that is calculated from sizes."""
+
+
+def _note_use(kind: Callable[[str], tuple[Any, ...]], log: list[tuple[Any, ...]], past_torch: bool = False) -> None:
+    """Notes that the caller of the caller makes something else of a size, or what called torch for it."""
+    frame = sys._getframe(2)
+    while past_torch and frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if not frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
+        log.append((kind(f"{frame.f_code.co_filename}:{frame.f_lineno}"),))
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number."""
+    if isinstance(value, int):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, float) else value
+
+
+def _noting(value: Any, log: list[tuple[Any, ...]]) -> Any:
+    """The same number, which notes how it is compared."""
+    if type(value) is not int and type(value) is not float:
+        return value
+    found: Any = _Size(value) if type(value) is int else _Fraction(value)
+    found.log = log
+    return found
+
+
+def _comparing(name: str) -> Callable[[_Noting, Any], Any]:
     compare = getattr(operator, name)
 
-    def compared(self: _Size, other: Any) -> Any:
+    def compared(self: _Noting, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
         self.note(name, other)
-        return compare(int(self), int(other) if isinstance(other, int) else other)
+        return compare(_plain(self), _plain(other))
 
     return compared
 
 
-def _calculating(name: str, reflected: bool) -> Callable[[_Size, Any], Any]:
-    calculate = getattr(operator, name)
-
-    def calculated(self: _Size, other: Any) -> Any:
-        if not isinstance(other, int):
+def _calculating(calculate: Callable[..., Any], reflected: bool) -> Callable[[_Noting, Any], Any]:
+    def calculated(self: _Noting, other: Any) -> Any:
+        if not isinstance(other, int | float):
             return NotImplemented
-        values = (int(other), int(self)) if reflected else (int(self), int(other))
-        return _Size.of(calculate(*values), self.log)
+        values = (_plain(other), _plain(self)) if reflected else (_plain(self), _plain(other))
+        found = calculate(*values)
+        if isinstance(found, tuple):  # of divmod
+            return tuple([_noting(part, self.log) for part in found])
+        return _noting(found, self.log)
 
     return calculated
 
 
+def _changing(change: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: _Noting, *options: Any) -> Any:
+        return _noting(change(_plain(self), *options), self.log)
+
+    return changed
+
+
 for _name in _COMPARISONS:
-    setattr(_Size, f"__{_name}__", _comparing(_name))
+    setattr(_Noting, f"__{_name}__", _comparing(_name))
 for _name in _ARITHMETIC:
-    setattr(_Size, f"__{_name}__", _calculating(_name, False))
-    setattr(_Size, f"__r{_name}__", _calculating(_name, True))
+    _function = divmod if _name == "divmod" else getattr(operator, f"__{_name}__")
+    setattr(_Noting, f"__{_name}__", _calculating(_function, False))
+    setattr(_Noting, f"__r{_name}__", _calculating(_function, True))
+for _name, _function in _CHANGES.items():
+    setattr(_Noting, f"__{_name}__", _changing(_function))

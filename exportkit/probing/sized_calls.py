@@ -194,20 +194,3 @@ def _token(plan: Plan, name: str, value: Any, new: str, sizes: Mapping[str, int]
 
     tree = flatten(value)
     return tree.with_leaves({path: cut(join(name, path), tensor) for path, tensor in tree.tensors().items()}).build()
-
-
-def scaled(call: Call, scale: float, integer_scale: int = 1) -> Call:
-    """Returns a call with other values of the same shapes.
-
-    Args:
-        call: The call.
-        scale: The factor for floating-point tensors.
-        integer_scale: The factor for tensors of integers.
-    """
-    changed = {}
-    for path, tensor in call.tensors().items():
-        if tensor.is_floating_point():
-            changed[path] = tensor * scale
-        elif not tensor.is_complex() and tensor.dtype is not torch.bool:
-            changed[path] = tensor * integer_scale
-    return call.with_tensors(changed)

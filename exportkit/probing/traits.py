@@ -8,8 +8,9 @@ these; where its result is another one, calls have to be like the one that the g
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ Change = Callable[[Values], Values]
 _LAYOUT = frozenset({"as_strided", "data_ptr", "is_contiguous", "storage_offset", "stride", "untyped_storage"})
 _GRADIENT = frozenset({"grad", "grad_fn", "is_leaf", "requires_grad", "retains_grad"})
 _WHOLE = frozenset({"__dict__", "__dir__", "__getstate__", "__reduce__", "__reduce_ex__"})
+_DICTS = (dict, OrderedDict, defaultdict)
 APART = "in memory of its own"
 PLAIN = "without attributes that a caller set"
 
@@ -107,15 +109,22 @@ class Traits:
     """
 
     tensors: tuple[str, ...] = ()
-    orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    orders: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     gradients: bool | None = None
+
+    def __or__(self, other: Traits) -> Traits:
+        """Returns what the model depends on in one call or another."""
+        gradients = other.gradients if self.gradients is None else self.gradients
+        tensors = tuple(dict.fromkeys((*self.tensors, *other.tensors)))
+        return Traits(tensors, {**other.orders, **self.orders}, gradients)
 
     def findings(self) -> list[Finding]:
         """Returns what a person should know about this."""
         shown = [text for text in self.tensors if text != PLAIN]  # hardly any tensor has such attributes
         asked = [f"the graph serves inputs {text} only: the model decides by it" for text in shown]
         for path, keys in self.orders.items():
-            asked.append(f"the graph serves {path} with its keys in the order {', '.join(keys)} only: it matters")
+            order = ", ".join(map(str, keys))
+            asked.append(f"the graph serves {path} with its keys in the order {order} only: it matters")
         found = [Finding("limit", text, f"{text}.") for text in asked]
         if self.gradients is not None:
             modes = ("under torch.no_grad()", "where torch records gradients")
@@ -178,13 +187,15 @@ def _unlike(path: str, text: str) -> ArgumentError:
     )
 
 
-def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
+def find_traits(model: torch.nn.Module, method: str, call: Call, known: set[str] | None = None) -> Traits:
     """Returns what a model depends on besides sizes, dtypes, values and constants, as far as one call shows it.
 
     Args:
         model: The model.
         method: The method.
         call: The call; the model is run with arguments that are alike.
+        known: Methods and attributes that code read in other calls, to which those of this one are added. If it reads
+            nothing else of the kind, nothing else is asked.
     """
     reads = Reads()
 
@@ -202,20 +213,25 @@ def find_traits(model: torch.nn.Module, method: str, call: Call) -> Traits:
 
         return flatten(run_eager(model, method, call, around)).map(detached)
 
-    known = functools.cache(run)
+    cached = functools.cache(run)
 
     def differs(change: Change, usual: Change = dict, gradients: bool | None = None) -> bool:
         own = None if gradients is None else call.gradients
         compare = beyond_rounding(lambda _: run(usual, own).tensors(), model)
         try:
-            trees = known(usual, own), run(change, gradients)
+            trees = cached(usual, own), run(change, gradients)
         except Exception:  # the model does not accept such arguments: nothing to compare
             return False
         constants = [{path: fingerprint(value) for path, value in tree.constants().items()} for tree in trees]
         differences = compare(call, *(tree.tensors() for tree in trees))
         return constants[0] != constants[1] or any(found.reason is not None for found in differences)
 
-    known(dict)
+    cached(dict)
+    if known is not None:
+        is_first, fresh = not known, reads.found - known
+        known |= reads.found
+        if not is_first and fresh.isdisjoint(_LAYOUT | _GRADIENT):
+            return Traits()
     _OtherClass.asked.clear()
     tensors, orders = [], {}
     for trait in _TRAITS:
@@ -308,11 +324,11 @@ def _each(values: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tens
     return {**values, **{name: tree.map(changed).build() for name, tree in plain.items()}}
 
 
-def _dicts(value: Any, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+def _dicts(value: Any, path: str = "") -> Iterator[tuple[str, tuple[str | int, ...]]]:
     """Yields path and keys of each dict inside of the arguments that has more than one key."""
     for step, part in _steps(value):
         inner = path_of((step,), path)
-        if type(part) is dict and len(part) > 1 and all(isinstance(key, str) for key in part):
+        if type(part) in _DICTS and len(part) > 1 and all(isinstance(key, str | int) for key in part):
             yield inner, tuple(part)
         yield from _dicts(part, inner)
 
@@ -320,12 +336,15 @@ def _dicts(value: Any, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
 def _reordered(value: Any, path: str, at: str = "") -> Any:
     """A value in which the dict at a path has its keys in reverse."""
     steps = {step: _reordered(part, path, path_of((step,), at)) for step, part in _steps(value)}
-    if type(value) is dict:
-        return dict(reversed(steps.items())) if at == path else steps
+    if type(value) in _DICTS:
+        made = copy.copy(value)
+        made.clear()
+        made.update(reversed(steps.items()) if at == path else steps)
+        return made
     return type(value)(steps.values()) if steps else value
 
 
 def _steps(value: Any) -> Iterable[tuple[Any, Any]]:
-    if type(value) is dict:
-        return value.items()
+    if type(value) in _DICTS:
+        return list(value.items())
     return enumerate(value) if type(value) in (list, tuple) else ()

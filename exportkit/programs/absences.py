@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
@@ -24,15 +23,14 @@ from exportkit.probing.missing import (
     beyond_rounding,
     call_without,
     completed_call,
-    with_wide_values,
 )
+from exportkit.probing.other_values import scaled, with_nothing_hidden, with_wide_values
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
-from exportkit.probing.sized_calls import scaled
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import UNTRIED, Turns
+from exportkit.programs.value_branches import value_branch
 from exportkit.running.eager import EagerRunner, run_eager
-from exportkit.running.masks import find_mask
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import Runner, compare_calls
 
@@ -141,12 +139,16 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
             yield from _compared(traced, other)
 
     def reads(made: Callable[[], Call]) -> SizeReads | None:
-        return size_reads(lambda: run_eager(traced.model, traced.method, made()))
+        return size_reads(lambda: run_eager(traced.model, traced.method, made()))[0]
+
+    def compared(call: Call) -> tuple[str, SizeReads | None]:
+        return next(filter(None, _compared(traced, call, of_all_magnitudes=False)), ""), reads(lambda: call)
 
     without = reads(lambda: call)
     completed = reads(lambda: completed_call(traced.plan, traced.observation, call, traced.defaults.values))
     if without is None or completed is None:  # the model does not run with the defaults, which says nothing
         return
+    yield value_branch(call, without, [completed], compared)
     others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
     turns = Turns(traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True)
     for turn in turns.of(without, sizes):
@@ -174,12 +176,7 @@ def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True)
 
     model = simplified(EagerRunner(traced.model, traced.method))
     program = simplified(ProgramRunner(traced.program, traced.input_paths, traced.output_paths))
-    mask = find_mask(call.tensors())
-    if mask is not None:  # what it hides is arbitrary
-        path, kept = mask
-        values = call.tensors()[path]
-        visible = values.new_full(values.shape, values[kept][0].item())
-        call = replace(call.with_tensors({path: visible}), sizes=call.sizes)
+    call = with_nothing_hidden(call)
     tried = [call]
     if of_all_magnitudes:
         wide = with_wide_values(call)

@@ -14,7 +14,7 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError
-from exportkit.probing.sized_calls import scaled
+from exportkit.probing.other_values import scaled
 from exportkit.rewrites.both_ways import MOST_WAYS, every_way
 from exportkit.rewrites.branches import Decisions, decisions_made, decisions_noted
 from exportkit.rewrites.empty_selections import never_empty, ways_noted

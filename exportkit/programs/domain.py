@@ -193,7 +193,10 @@ class Domain:
         """
         shown = [self._bounds(name) for name in self.ranges]
         others = [c for c in self.conditions if c.bounds() is None and c.text not in self._equivalent_bounds]
-        allowed = {name: self._range(name) for name in self.ranges}
+        small = {name: {p.sizes[name] for p in self.patterns if name in p.sizes} for name in self.ranges}
+        allowed = {
+            name: (min((*small[name], least)), most) for name in self.ranges for least, most in [self._range(name)]
+        }
         limiting = [c for c in others if leaves_out_sizes(c, allowed)]
         stated = [c for c in limiting if c.own or len(c.text) <= _SHORT]
         shown += [c.text for c in stated]
@@ -211,7 +214,8 @@ class Domain:
         return shown + [f"{count} {text.format('s' if count > 1 else '')}" for text, count in counts.items() if count]
 
     def _read_besides(self) -> list[str]:
-        ordered = [f"keys of {path} in the order {', '.join(keys)}" for path, keys in self.values.orders.items()]
+        orders = {path: ", ".join(map(str, keys)) for path, keys in self.values.orders.items()}
+        ordered = [f"keys of {path} in the order {order}" for path, order in orders.items()]
         return [*(f"every input {text}" for text in self.traits), *ordered]
 
     @cached_property

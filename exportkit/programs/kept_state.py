@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch
 from exportkit._torch_compat.modules import buffer_table
 from exportkit.calls.call import Call, NumberKind, Signature, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
-from exportkit.errors import UnregisteredClassError
+from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.plan.leaves import is_below
 from exportkit.probing.effects import changed_state
 from exportkit.probing.size_reads import tensors_read
@@ -208,6 +209,9 @@ def with_module_state(
         method: The observed method.
         observation: The calls.
         written: Arguments that the model changes in place and does not return.
+
+    Raises:
+        ExportError: if the recorded calls do not show what the state was before the first one.
     """
     if not observation.has_values:
         return None
@@ -219,12 +223,16 @@ def with_module_state(
     if not places:
         return None
     extended = replace(observation, signature=_with_parameter(observation.signature), method_name="forward")
+    is_ambiguous = False
     for start in _STARTS:
         made = functools.partial(WithEffects, model, observation, places, written, start)
         made_again = functools.partial(_all_made_again, observation=extended, goes_on=start is _zeros)
         stateful = made()
         calls = made_again(stateful)
-        if not calls or not _is_known(places, made, made_again):
+        if not calls:
+            continue
+        if not _is_known(places, made, made_again):
+            is_ambiguous = True
             continue
         if not any(STATE in call.arguments for call in calls):
             if all(_returns_the_same(model, method, call) for call in observation.calls):
@@ -239,6 +247,13 @@ def with_module_state(
         stateful.begins_anew = True
         anew = replace(observation, has_values=False, method_name="forward")
         return stateful, replayed(anew, stateful, "forward")
+    if is_ambiguous:
+        raise ExportError(
+            "The model's result depends on a state that it keeps, and the calls fit more than one first state.",
+            where=", ".join(join(place.module, place.attribute) for place in places.values()),
+            expected="calls whose results show what the state was before the first one",
+            hint="take the state as an argument and return the new one, or observe calls in which it matters.",
+        )
     return None
 
 
@@ -290,10 +305,12 @@ def _may_be_statistics(model: torch.nn.Module, place: StatePlace) -> bool:
 def _are_read(places: Mapping[str, StatePlace], model: torch.nn.Module, method: str, observation: Observation) -> bool:
     """Whether what is in these places makes a difference.
 
-    Statistics are read if some result is another one with not-a-number in their places, which masks and empty slots
-    pass on. Anything else is also read if code gets its tensors, whose shape may decide, or misses what is not there.
+    Statistics are read if some result differs with NaN in their places, which masks and empty slots pass on, or with
+    infinity, which comparisons go by; and counters, if it differs after many calls. Anything else is also read if code
+    gets its tensors, whose shape may decide, or misses what is not there.
     """
     starts: list[Callable[[Any], Any]] = [functools.partial(_filled, start=_unlike)]
+    starts.append(functools.partial(_filled, start=functools.partial(_unlike, value=math.inf)))
     if not all(_may_be_statistics(model, place) for place in places.values()):
         starts.append(functools.partial(_filled, start=_nothing))
         starts.append(lambda value: value if (kept := _emptied(value)) is None else kept)
@@ -301,8 +318,10 @@ def _are_read(places: Mapping[str, StatePlace], model: torch.nn.Module, method: 
         tensors = flatten({STATE: held}).tensors()
         if not tensors_read(model, method, observation.calls, tensors).isdisjoint(tensors):
             return True
-    for start in starts:
-        other = WithEffects(model, observation, places, start=start)
+    are_numbers = all(place.is_number for place in places.values())  # others may say how many values a tensor holds
+    shifts = [{}, dict.fromkeys(places, _FAR)] if are_numbers else [{}]
+    for start, shift in itertools.product(starts, shifts):
+        other = WithEffects(model, observation, places, start=start, shifts=shift)
         other.begins_anew = True
         for call in observation.calls:
             try:
@@ -314,8 +333,8 @@ def _are_read(places: Mapping[str, StatePlace], model: torch.nn.Module, method: 
     return False
 
 
-def _unlike(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor + 1
+def _unlike(tensor: torch.Tensor, value: float = math.nan) -> torch.Tensor:
+    return torch.full_like(tensor, value) if tensor.is_floating_point() else tensor + 1
 
 
 def _returns_the_same(model: torch.nn.Module, method: str, call: Call) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import fixed_bound
 from exportkit.running.compare import compare_tensors
 from exportkit.running.eager import run_eager, sampled_answer
-from exportkit.trees import fingerprint, flatten
+from exportkit.trees import Fingerprint, fingerprint, flatten
 from exportkit.trees.structure import path_of
 
 _MOST_UNSEEN = 2
@@ -106,12 +106,11 @@ def with_traits(traced: TracedProgram) -> TracedProgram:
     Args:
         traced: The program, whose model is run.
     """
-    found = Traits()
+    found, names = Traits(), set[str]()
     for call in reversed(list(_calls(traced, unseen=0))):  # first the traced one, which has all inputs
         with contextlib.suppress(Exception):  # whatever the model raises for a call that it does not accept
-            ask = functools.partial(find_traits, traced.model, traced.method, call)
-            found = sampled_answer(traced.model, ask)  # of all layers: it compares the results of different runs
-            break
+            ask = functools.partial(find_traits, traced.model, traced.method, call, names)
+            found |= sampled_answer(traced.model, ask)  # of all layers: it compares the results of different runs
     wanted = found.tensors
     if any(item.in_place for item in traced.observation.written.values()):
         wanted = tuple(dict.fromkeys((*wanted, APART)))  # what is written may be a part of no other input
@@ -140,7 +139,7 @@ def _unchanged_by(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Co
             if (log := log_of(place)) is None:
                 continue
             other = _log(traced, _with(call, constants))
-            if other is None or other[:2] != log[:2] or not all(map(_same, other[2], log[2])):
+            if other is None or not log.is_like(other) or other.may_differ_from(log):
                 return False
             tried = True
         return tried
@@ -167,18 +166,48 @@ def _with(call: Call, constants: _Constants) -> Call:
     return replace(call.with_arguments(given), named=call.named | (given.keys() - call.arguments.keys()))
 
 
+class _Log(NamedTuple):
+    """What the model does in a call.
+
+    Attributes:
+        operators: The operators that it runs, and on what.
+        reads: What it reads from tensors, and which code runs.
+        form: What it returns, without the values of tensors.
+        tensors: The tensors that it returns.
+    """
+
+    operators: Any
+    reads: SizeReads
+    form: Fingerprint
+    tensors: list[torch.Tensor]
+
+    def is_like(self, other: _Log) -> bool:
+        """Whether the model does the same in another call."""
+        done = [(log.operators, log.reads.log, log.form) for log in (self, other)]
+        return done[0] == done[1] and all(map(_same, self.tensors, other.tensors))
+
+    def may_differ_from(self, other: _Log) -> bool:
+        """Whether it may do something else than in a call in which it does the same, for other sizes or values.
+
+        Its own code then branches on values, or compares what may be a number that was made of sizes or values.
+        """
+        code = self.reads.code_beyond([other.reads])
+        reads_numbers = bool(self.reads.lost() or self.reads.numbers)
+        compares = reads_numbers and any(part.compares() for part in code)
+        return compares or bool(self.reads.values_beyond([other.reads]))
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return compare_tensors("", a, b, bound=fixed_bound(0.0, 0.0)).reason is None
 
 
-def _log(traced: TracedProgram, call: Call) -> Any:
-    """What the model does: operators, decisions by sizes, and what it returns, with its tensors; None if it raises."""
+def _log(traced: TracedProgram, call: Call) -> _Log | None:
+    """What the model does; None if it raises."""
     try:
-        reads = SizeReads()
+        reads = SizeReads(with_code=True)
         with reads:
-            returned, log = operators_of(lambda: run_eager(traced.model, traced.method, call))
+            returned, operators = operators_of(lambda: run_eager(traced.model, traced.method, call))
     except Exception:
         return None
     tree = flatten(returned)
-    kept = [tensor.clone() for tensor in tree.tensors().values()]
-    return (log, reads.log), fingerprint(tree.build()), kept
+    return _Log(operators, reads, fingerprint(tree.build()), [tensor.clone() for tensor in tree.tensors().values()])

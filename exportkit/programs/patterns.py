@@ -57,10 +57,11 @@ def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: Program
     for pattern in patterns:
         at = at_pattern(traced.plan, traced.sizes, pattern)
         is_right = probe.difference(at) == ""
-        if is_right and not probe.is_right_on_other_ways(at):
+        reason = _decided_by_values(at, probe) if is_right else ""
+        if reason:
             raise ExportError(
                 f"The exported graph serves less than the plan promises: {SmallSizes(pattern)} is left out.",
-                got="another result for values of another scale",
+                got=reason,
                 hint="observe and export calls of these sizes alone.",
             )
         found.append(SmallSizes(pattern, _waived(domain, at, probe) if is_right else ()))
@@ -109,7 +110,7 @@ def without_harmless(
         if is_right:  # what it decides may matter for some values only
             at = min(tried, key=lambda sizes: math.prod(sizes.values()))
             is_right = probe.is_right_at_other_scales(at) if text in own else probe.is_right_on_other_ways(at)
-            if is_right and not probe.limits(at, domain):
+            if is_right and not probe.value_branch(at) and not probe.limits(at, domain):
                 harmless[text] = at
     texts = {*harmless, *(idle - may_change)}
     waived = tuple([condition for condition in stated if condition.text in texts])
@@ -152,6 +153,8 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     known = [dict(pattern.sizes) for pattern in domain.patterns]
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
     findings, failed, affordable = [], list[Pattern](), Affordable(traced)
+    for pattern in known:  # which were asked for when the program was made
+        probe.take_branches_for_settled(at_pattern(plan, traced.sizes, pattern))
     for pattern in small_patterns(plan):
         if pattern in known or any(_fails_with(plan, part, pattern) for part in failed):
             continue
@@ -169,8 +172,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
             smallest = smallest_sizes(plan, traced.sizes, pattern)
             others = [sizes for sizes in (smallest, larger) if sizes is not None and fulfils(domain, waived, sizes)]
             reason = next((text for sizes in others if (text := probe.difference(sizes))), "")
-        if reason == "" and not probe.is_right_on_other_ways(at):
-            reason = "values of another scale have another result"
+        reason = _decided_by_values(at, probe) if reason == "" else reason
         if reason == "":
             limits += probe.limits(at, domain)
             found.append(SmallSizes(pattern, waived))
@@ -183,6 +185,13 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     extended = replace(domain, patterns=(*domain.patterns, *found), conditions=(*domain.conditions, *limits))
     plan = plan.with_findings(findings)
     return replace(traced, domain=extended, plan=plan, samples=tuple(samples), suspects=tuple(suspects))
+
+
+def _decided_by_values(at: Mapping[str, int], probe: ProgramProbe) -> str:
+    """Why values may decide at sizes at which the program does what the model does, in words; empty if they do not."""
+    if not probe.is_right_on_other_ways(at):
+        return "the result differs for inputs of a different scale"
+    return probe.value_branch(at)
 
 
 def _fails_with(plan: Plan, part: Pattern, pattern: Pattern) -> bool:

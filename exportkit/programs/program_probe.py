@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from exportkit.calls.call import Call
+from exportkit.errors import ArgumentError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled, solve_sizes
 from exportkit.plan.small_sizes import (
@@ -17,16 +16,23 @@ from exportkit.plan.small_sizes import (
     small,
 )
 from exportkit.probing.missing import beyond_rounding, completed_call
+from exportkit.probing.other_values import scaled
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
-from exportkit.probing.sized_calls import calls_with_values, run_sized, scaled, sized_call, stepwise_outputs
+from exportkit.probing.sized_calls import (
+    calls_with_values,
+    run_sized,
+    sized_call,
+    stepwise_outputs,
+)
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns, fulfils
+from exportkit.programs.value_branches import value_branch
 from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors
-from exportkit.running.masks import find_mask, visible_by_shape
+from exportkit.running.masks import Padding
 from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
 
@@ -46,6 +52,7 @@ class ProgramProbe:
         self._known: dict[tuple[int, ...], str | None] = {}
         self._read: dict[tuple[int, ...], SizeReads | None] = {}
         self._settled: list[SizeReads] = []  # runs whose own decisions make no difference
+        self._branching: list[SizeReads] = []  # runs whose branches on values make no difference
 
     def difference(self, sizes: Mapping[str, int]) -> str | None:
         """Returns how the program departs from the model at these sizes: an empty string if it does not.
@@ -129,6 +136,42 @@ class ProgramProbe:
 
         return traced.sampled_answer(lambda: all(map(is_right, _SCALES)), is_sure=lambda right: right)
 
+    def value_branch(self, sizes: Mapping[str, int]) -> str:
+        """Returns why values may decide in code that runs at these sizes, and was not traced; empty if they do not.
+
+        Args:
+            sizes: Sizes at which the program does what the model does.
+        """
+        start, of_trace = self._reads(sizes), self._reads(self._traced.sizes)
+        known = [reads for reads in (of_trace, *self._branching) if reads is not None]
+        if start is None or not start.values_beyond(known):
+            return ""
+        found = self._traced.sampled_answer(
+            lambda: self._value_branch(sizes, start, known), is_sure=lambda reason: reason == ""
+        )
+        self._branching += [] if found else [start]
+        return found
+
+    def _value_branch(self, sizes: Mapping[str, int], start: SizeReads, known: Sequence[SizeReads]) -> str:
+        traced = self._traced
+
+        def compared(call: Call) -> tuple[str, SizeReads | None]:
+            reads, answered = size_reads(lambda: self._answered(call))
+            try:
+                return "" if answered is None else self._difference_in(answered), reads
+            except OtherWay:
+                return "", reads
+
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(ArgumentError):
+            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+            return value_branch(call, start, known, compared)
+        return ""
+
+    def take_branches_for_settled(self, sizes: Mapping[str, int]) -> None:
+        """Takes it for settled that branches on values in the code that runs at these sizes make no difference."""
+        reads = self._reads(sizes)
+        self._branching += [] if reads is None else [reads]
+
     def by_values(self, sizes: Mapping[str, int]) -> Call | None:
         """Returns a call at sizes of 2 and more in which the program departs from the model, too, if there is one.
 
@@ -170,7 +213,8 @@ class ProgramProbe:
                 is_excluded = not all(condition.holds(turn.sizes) for condition in found)
                 if is_excluded or not self.difference(turn.sizes):
                     continue
-            limit = turn.limit(turn.kept if turn.is_near else self._last_right(turn, sizes))
+            is_kept = turn.is_near or turn.stated is not None
+            limit = turn.limit(turn.kept if is_kept else self._last_right(turn, sizes))
             found.append(SizeCondition(" or ".join([*others, limit]), turn.place, own=True))
         self._settled += [] if found else [start]
         return found
@@ -194,7 +238,7 @@ class ProgramProbe:
 
         if key not in self._read:
             with warnings.catch_warnings(action="ignore"):  # from sizes that the user did not run
-                self._read[key] = traced.sampled_answer(lambda: size_reads(run))
+                self._read[key] = traced.sampled_answer(lambda: size_reads(run)[0])
         return self._read[key]
 
     def difference_in(self, call: Call) -> str:
@@ -210,16 +254,13 @@ class ProgramProbe:
         return found
 
     def _outcome(self, call: Call, returned: Tensors | None = None) -> str:
-        joined, mask = self._traced.joined_outputs, find_mask(call.tensors())
+        joined = self._traced.joined_outputs
 
         def run(call: Call) -> Tensors:
             answered = self._answered(call)  # with no images, the model may only run without them
             return {} if answered is None else as_simplified(recorded(answered), joined, ())
 
-        def visible(_: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-            return None if mask is None else visible_by_shape(mask[1], shape)
-
-        beyond = beyond_rounding(run, self._traced.model, visible)
+        beyond = beyond_rounding(run, self._traced.model, Padding.of_tensors(call.tensors()))
 
         def compare(call: Call, expected: Tensors, got: Tensors) -> Iterable[Difference]:
             return beyond(call, as_simplified(expected, joined, ()), as_simplified(got, joined, ()))

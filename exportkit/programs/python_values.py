@@ -43,7 +43,7 @@ class PythonValues:
     defaults: Mapping[str, Fingerprint]
     catch_all: str | None = None
     lists: tuple[str, ...] = ()
-    orders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    orders: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
@@ -109,8 +109,8 @@ class PythonValues:
                 raise ArgumentError(
                     "The model's result depends on the order of these keys.",
                     where=path,
-                    expected=", ".join(expected),
-                    got=", ".join(got),
+                    expected=", ".join(map(str, expected)),
+                    got=", ".join(map(str, got)),
                     hint="give them in this order, or observe the model with the other one and export again.",
                 )
 
@@ -180,7 +180,7 @@ class PythonValues:
             {name: _fingerprint(found) for name, found in read(Mapping[str, Any], data["defaults"]).items()},
             read(str | None, data["catch_all"]),
             lists,
-            read(Mapping[str, tuple[str, ...]], data["orders"]),
+            read(Mapping[str, tuple[str | int, ...]], data["orders"]),
             read(Mapping[str, tuple[str, ...]], data["read"]),
             read(tuple[str, ...], data["unread"]),
         )

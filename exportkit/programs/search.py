@@ -290,7 +290,7 @@ def after_failed_translation(traced: TracedProgram) -> tuple[TracedProgram, tupl
     search = Search(traced.model, traced.method, lambda: plan, required=[LIBRARY_PATCHES], seconds=traced.seconds)
     try:
         search.walk()
-    except ExportError:
+    except ExportkitError:
         return None
     if search.result is None:
         return None

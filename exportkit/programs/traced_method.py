@@ -22,6 +22,7 @@ from exportkit.arguments.table import nested_spec
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportError
+from exportkit.plan.leaves import is_below
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import cached_length
 from exportkit.probing.missing import MissingDefaults
@@ -342,7 +343,7 @@ def _require_given_back(outputs: Tree, observation: Observation) -> None:
     """
     places = [written.place for written in observation.written.values() if written.place is not None]
     for path, leaf in outputs.constants().items():
-        if type(leaf) is Unread and not any(path.startswith(place) for place in places):
+        if type(leaf) is Unread and not any(not place or is_below(path, place) for place in places):
             raise _not_followed(path, f"a {leaf.cls.__qualname__}", "the same one for each call")
 
 

@@ -11,7 +11,9 @@ of a size. There, the model is run at much larger sizes, and at the numbers in t
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,7 +35,8 @@ _LARGEST_TENSOR = 2**27
 
 UNTRIED = "it decides by sizes that take too long to be tried"
 _MOST_LEVELS = 4  # of resolution that are taken to compute equally much; a few of them do most of the work
-_MOST_COMPARISONS = 8  # that are turned; a path beside the trace rarely has more than one of its own
+_MOST_COMPARISONS = 64  # that are turned; a path beside the trace rarely has more than one of its own
+_MOST_NEAR = 17  # a size below is tried where code makes plain numbers of sizes: how these are compared is not seen
 _STEPS = (16, 64)  # at which sides are looked at that do not follow a variable in steps of one
 _MOST_COMPARED = 2**24  # a limit beyond this does not limit the size of a tensor
 # Sizes at which code is tried whose decisions are not seen: beyond 1024, and beyond 64. The first one that fulfils the
@@ -42,6 +45,8 @@ _FAR = ((1088, 1120, 1033), (128, 105, 73))
 _FAR_WORK = 2**33  # that such a run may take, see `Affordable`: about a quarter of a second
 _MOST_NUMBERS = 2  # in the code that are tried
 _LEAST_NUMBER = 16  # smaller ones are near the sizes of the trace, or positions of axes
+_SYMBOLS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_OPPOSITES = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 
 
 class Affordable:
@@ -96,6 +101,7 @@ class Turn(NamedTuple):
         place: File and line of the code that decides.
         is_larger: Whether the variable is larger at these sizes than before.
         is_near: Whether the model decides differently after that size; otherwise it may, anywhere on the way.
+        stated: What the code asks for that does not turn, if it compares several variables.
     """
 
     sizes: dict[str, int] | None
@@ -104,6 +110,7 @@ class Turn(NamedTuple):
     place: str
     is_larger: bool
     is_near: bool = True
+    stated: str | None = None
 
     def limit(self, kept: int) -> str:
         """Returns the condition that the variable does not go beyond a size.
@@ -111,7 +118,30 @@ class Turn(NamedTuple):
         Args:
             kept: The last size that fulfils it.
         """
-        return f"{self.name} {'<=' if self.is_larger else '>='} {kept}"
+        return self.stated or f"{self.name} {'<=' if self.is_larger else '>='} {kept}"
+
+
+Factors = Mapping[tuple[str, ...], float]  # of the products of these variables
+
+
+def _sum_of_products(factors: Factors, values: Mapping[str, int]) -> float:
+    return sum(factor * math.prod(values[name] for name in group) for group, factor in factors.items())
+
+
+def _polynomial(factors: Factors, start: Mapping[str, int], relation: str) -> str:
+    """The relation of a polynomial to 0, in words; its variables are counted from a start."""
+    terms: dict[tuple[str, ...], float] = {}
+    for group, factor in factors.items():
+        for kept in (kept for count in range(len(group) + 1) for kept in itertools.combinations(group, count)):
+            more = factor * math.prod(-start[name] for name in group if name not in kept)
+            terms[kept] = terms.get(kept, 0) + more
+    constant, left = -terms.pop((), 0), ""
+    for group, factor in sorted(terms.items(), key=lambda term: term[1] < 0):  # a positive one first
+        if factor:
+            size = "" if abs(factor) == 1 else f"{abs(factor):.17g} * "
+            sign = (" + " if factor > 0 else " - ") if left else ("" if factor > 0 else "-")
+            left += f"{sign}{size}{' * '.join(group)}"
+    return f"{left} {relation} {constant:.17g}"
 
 
 class Turns:
@@ -149,7 +179,12 @@ class Turns:
         own = {each: sides for each, sides in start.comparisons().items() if each not in known}
         if own:
             yield from self._compared(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, start.decisions())
+        for each in list(own)[_MOST_COMPARISONS:]:
+            for name, size in sizes.items():
+                yield Turn(None, name, size, f"{each.place[0]}:{each.place[1]}", is_larger=True)
         code = start.code_beyond(self._known)
+        if start.lost() and any(part.compares() for part in code):  # plain numbers that were made of sizes, perhaps
+            yield from self._near(code[0].place(), sizes)
         texts = start.texts().difference(*(other.texts() for other in self._settled))  # a trace does not know them
         if code or texts:
             numbers = {number for part in code for number in part.numbers()}
@@ -163,27 +198,66 @@ class Turns:
     ) -> Iterator[Turn]:
         """The turns of comparisons, given their results."""
         seen = {tuple(sizes.items()): decisions}
+        moving: dict[SizeComparison, list[str]] = {each: [] for each in own}
+        wanted = {name: self._wanted(own, sizes, name, moving) for name in sizes}
         for name, size in sizes.items():
             largest, smallest = size, size  # without a turn
-            for each, other_size in self._wanted(own, sizes, name):
+            for each, other_size in wanted[name]:
                 other = self._beside(sizes, name, other_size)
                 if other is None or tuple(other.items()) in seen:
                     continue
                 place, is_larger = f"{each.place[0]}:{each.place[1]}", other_size > size
                 kept = largest if is_larger else smallest
+                stated = self._stated(each, sizes, moving[each]) if len(moving[each]) > 1 else None
                 if not self._is_affordable(sizes, other):
-                    yield Turn(None, name, kept, place, is_larger)
+                    yield Turn(None, name, kept, place, is_larger, stated=stated)
                     break
                 reads = self._reads(other)
                 if reads is None:
                     continue
                 if reads.decisions() not in seen.values():
-                    yield Turn(other, name, kept, place, is_larger)
+                    yield Turn(other, name, kept, place, is_larger, stated=stated)
                 elif is_larger:
                     largest = max(largest, other_size)
                 else:
                     smallest = min(smallest, other_size)
                 seen[tuple(other.items())] = reads.decisions()
+
+    def _stated(self, each: SizeComparison, sizes: Mapping[str, int], names: Sequence[str]) -> str | None:
+        """The condition that a comparison of several variables comes out as at these sizes.
+
+        The difference of its sides is taken for a polynomial that is linear in each variable, such as ``rows * columns
+        - 4096``: its coefficients follow from sizes beside, and one more of them shows whether it is one. If it is not,
+        the condition is that the variables do not change.
+        """
+
+        def apart(steps: Mapping[str, int]) -> float | None:
+            reads = self._reads({**sizes, **{name: sizes[name] + step for name, step in steps.items()}})
+            sides = None if reads is None else reads.comparisons().get(each)
+            return None if sides is None else sides[0] - sides[1]
+
+        groups = [group for count in range(len(names) + 1) for group in itertools.combinations(names, count)]
+        found = {group: apart(dict.fromkeys(group, 1)) for group in groups}
+        shifted = {name: 3 + 2 * number for number, name in enumerate(names)}
+        beyond = apart(shifted)
+        known = {group: value for group, value in found.items() if value is not None}
+        factors = {
+            group: sum((-1) ** (len(group) - len(part)) * known[part] for part in groups if {*part} <= {*group})
+            for group in groups
+            if len(known) == len(groups)
+        }
+        if beyond is None or beyond != _sum_of_products(factors, shifted):
+            return " and ".join(f"{name} == {sizes[name]}" for name in names)
+        relation = each.operator if getattr(operator, each.operator)(known[()], 0) else _OPPOSITES[each.operator]
+        return _polynomial(factors, sizes, _SYMBOLS[relation])
+
+    def _near(self, place: str, sizes: Mapping[str, int]) -> Iterator[Turn]:
+        """Small sizes, one after the other."""
+        for name, size in sizes.items():
+            for candidate in range(_MOST_NEAR):
+                other = self._beside(sizes, name, candidate) if candidate != size else None
+                if other is not None and self._is_affordable(sizes, other):
+                    yield Turn(other, name, size, place, candidate > size, is_near=False)
 
     def _unseen(self, place: str, numbers: Collection[int], sizes: Mapping[str, int]) -> Iterator[Turn]:
         """Sizes at which code may decide differently whose decisions are not seen, given the numbers in it."""
@@ -199,11 +273,16 @@ class Turns:
                     yield Turn(dict(other), name, size, place, other[name] > size, is_near=False)
 
     def _wanted(
-        self, own: Mapping[SizeComparison, tuple[int, float]], sizes: Mapping[str, int], name: str
+        self,
+        own: Mapping[SizeComparison, tuple[int, float]],
+        sizes: Mapping[str, int],
+        name: str,
+        moving: Mapping[SizeComparison, list[str]],
     ) -> list[tuple[SizeComparison, int]]:
         """The sizes of a variable at which comparisons may have a different result, the nearest first.
 
-        How both sides follow the variable is seen at a size beside, or at larger ones, as for ``length // 32``.
+        How both sides follow the variable is seen at a size beside, or at larger ones, as for ``length // 32``. The
+        variable is added to those in ``moving`` that a comparison follows.
         """
         found: dict[int, SizeComparison] = {}
         left_over = dict(own)
@@ -220,6 +299,7 @@ class Turns:
                 apart, then = left - right, sides[each][0] - sides[each][1]
                 if then != apart and abs(right) < _MOST_COMPARED:
                     del left_over[each]
+                    moving[each].append(name)
                     by_one = step / (then - apart)  # how far one side moves by one
                     zero, beyond = sizes[name] - math.floor(apart * by_one), math.ceil(abs(by_one))
                     for size in (zero - 1, zero, zero + 1, zero - beyond, zero + beyond):

@@ -26,8 +26,9 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
+from exportkit.probing.other_values import scaled
 from exportkit.probing.simplify import as_simplified
-from exportkit.probing.sized_calls import calls_with_values, run_sized, scaled, sized_call
+from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram

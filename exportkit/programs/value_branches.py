@@ -1,0 +1,55 @@
+"""Branches on the values of tensors in code that was not traced.
+
+A program may serve calls for which the model runs code that the trace never reached: single rows, inputs that are left
+out, other constants. What such code decides by sizes is seen by running it at other sizes, see `turns`. If it branches
+on the values of tensors, other values are tried, and where these take one branch only, the other one is forced: it has
+to make no difference. Numbers that it reads from tensors may decide anything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from exportkit.calls.call import Call
+from exportkit.probing.other_values import with_other_values
+from exportkit.probing.size_reads import SizeReads
+from exportkit.rewrites.branches import decisions_noted
+from exportkit.rewrites.model_code import Place
+
+# Says how the program departs from the model for a call, and what the model read; empty if it does not depart or the
+# model raises.
+Compared = Callable[[Call], tuple[str, SizeReads | None]]
+
+
+def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compared: Compared) -> str:
+    """Returns why values may decide in code that was not traced, in words; empty if they do not.
+
+    Args:
+        call: A call for which the model runs such code, and the program does what the model does.
+        start: What the model reads for it.
+        known: What it reads in runs of code that was traced.
+        compared: Compares the program with the model.
+    """
+    if not start.values_beyond(known):
+        return ""
+    numbers, taken = set[str](), defaultdict[Place, dict[bool, Call]](dict)
+    for tried in (call, *with_other_values(call)):
+        difference, found = ("", start) if tried is call else compared(tried)
+        if difference:
+            return "the result differs for inputs of a different scale"
+        if found is None:
+            continue
+        for place in found.values_beyond(known):
+            if isinstance(place, str):
+                numbers.add(place)
+            else:
+                taken[place] |= dict.fromkeys(found.branches[place], tried)
+    for place, outcomes in taken.items():
+        if len(outcomes) == 1:
+            ((outcome, tried),) = outcomes.items()
+            with decisions_noted({place: not outcome}):
+                difference, _ = compared(tried)
+            if difference:
+                return f"it branches on the values of a tensor, and only one branch is known ({place[0]}:{place[1]})"
+    return f"it reads numbers from tensors, which may decide anything ({min(numbers)})" if numbers else ""
