@@ -81,6 +81,21 @@ def _with_offset(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor])[1]
 
 
+def _conjugated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.conj_physical(tensor).conj() if tensor.is_complex() else tensor
+
+
+def _negated(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return tensor
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+def _inferred(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
 def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
@@ -88,6 +103,9 @@ def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
 _TRAITS = (
     _Trait("contiguous", torch.Tensor.is_contiguous, (_transposed, _channels_last), _LAYOUT),
     _Trait("at the start of its memory", lambda t: t.storage_offset() == 0, (_with_offset,), _LAYOUT),
+    _Trait("without a conjugate bit", lambda t: not t.is_conj(), (_conjugated,), frozenset({"is_conj"})),
+    _Trait("without a negative bit", lambda t: not t.is_neg(), (_negated,), frozenset({"is_neg"})),
+    _Trait("made outside of inference mode", lambda t: not t.is_inference(), (_inferred,), frozenset({"is_inference"})),
     _Trait("without a gradient", lambda t: not t.requires_grad, (_with_gradient,), _GRADIENT),
     _Trait(
         "of class Tensor",
@@ -194,8 +212,7 @@ def find_traits(model: torch.nn.Module, method: str, call: Call, known: set[str]
         model: The model.
         method: The method.
         call: The call; the model is run with arguments that are alike.
-        known: Methods and attributes that code read in other calls, to which those of this one are added. If it reads
-            nothing else of the kind, nothing else is asked.
+        known: What was asked of other calls, which is not asked again; what is asked of this one is added.
     """
     reads = Reads()
 
@@ -227,24 +244,26 @@ def find_traits(model: torch.nn.Module, method: str, call: Call, known: set[str]
         return constants[0] != constants[1] or any(found.reason is not None for found in differences)
 
     cached(dict)
-    if known is not None:
-        is_first, fresh = not known, reads.found - known
-        known |= reads.found
-        if not is_first and fresh.isdisjoint(_LAYOUT | _GRADIENT):
-            return Traits()
+    known = set() if known is None else known
+    is_first, fresh = not known, reads.found - known
     _OtherClass.asked.clear()
-    tensors, orders = [], {}
+    tensors, orders, gradients = [], {}, None
     for trait in _TRAITS:
-        if not trait.reads or trait.reads & reads.found:
+        if trait.reads & fresh if trait.reads else is_first:
             changes = [functools.partial(_each, change=changed) for changed in trait.changed]
             tensors += [trait.text] if any(map(differs, changes)) else []
     tensors += [PLAIN] if _OtherClass.asked else []
-    if _Twins.are_in(call) and differs(_Twins.together, usual=_Twins.apart):
-        tensors.append(APART)
+    if APART not in known and _Twins.are_in(call):
+        tensors += [APART] if differs(_Twins.together, usual=_Twins.apart) else []
+        known.add(APART)
     for path, keys in _dicts(call.values()):
-        if differs(functools.partial(_reordered, path=path)):
+        if path not in known and differs(functools.partial(_reordered, path=path)):
             orders[path] = keys
-    found = Traits(tuple(tensors), orders, call.gradients if differs(dict, gradients=not call.gradients) else None)
+        known.add(path)
+    if is_first and differs(dict, gradients=not call.gradients):
+        gradients = call.gradients
+    known |= reads.found
+    found = Traits(tuple(tensors), orders, gradients)
     if found != Traits() and differs(dict):  # by chance, or by what the model keeps
         return Traits()
     return found
