@@ -45,7 +45,8 @@ def trace_page(folder: Path) -> str:
     """Returns the page of a trace, with a row for each module call. The recording need not be complete.
 
     Raises:
-        TraceError: if the folder holds no trace, or the trace is damaged.
+        DestinationError: if the folder holds no trace.
+        TraceError: if the trace is damaged.
     """
     trace = Trace.load(folder)
     depths: dict[int, int] = {}
