@@ -126,11 +126,13 @@ def trace_model(
         raise InvalidTypeError("Only modules can be traced.", expected="torch.nn.Module", got=type(model).__name__)
     model = uncompiled(model)  # the model inside a compiled one, which runs what was compiled
     selection = ValueSelection(model, values, every)
-    target = Path(tempfile.mkdtemp(prefix="exportkit-trace-") if folder is None else folder)
-    with recording(model, target, selection) as trace:
+    with contextlib.ExitStack() as stack:
         if folder is None:
-            weakref.finalize(trace, shutil.rmtree, target, ignore_errors=True)
-        yield trace
+            folder = tempfile.mkdtemp(prefix="exportkit-trace-")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with recording(model, Path(folder), selection) as trace:
+            weakref.finalize(trace, stack.pop_all().close)
+            yield trace
 
 
 @contextlib.contextmanager
