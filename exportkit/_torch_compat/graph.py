@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
@@ -226,8 +233,6 @@ def with_graph_module(
         module: The graph; those inside may have changed, too.
         constants: Tensors for placeholders that the program does not have, each put before all other nodes.
     """
-    from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
-
     added = dict(constants or {})
     specs = [InputSpec(InputKind.BUFFER, TensorArgument(name=name), name, persistent=True) for name in added][::-1]
     signature = program.graph_signature

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from exportkit._torch_compat import require
 from exportkit._torch_compat.graph import with_graph_module
+from exportkit._torch_compat.memory import memory_state
 from exportkit._torch_compat.pytree import tree_map
 
 
@@ -39,12 +39,12 @@ def without_aliases(body: types.FunctionType) -> types.FunctionType:
     Args:
         body: The function.
     """
-    seen: set[StorageWeakRef] = set()
+    seen: set[int] = set()
 
     def own(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage, _ = memory_state(tensor)
         if storage in seen:
             return tensor.clone()
         seen.add(storage)

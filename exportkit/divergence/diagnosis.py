@@ -220,22 +220,22 @@ class Diagnosis:
             if node is not None and name in node.outputs:
                 reason = _reason_of_choice(self.run, node, expected, self.run.values[name]) or reason
         return Divergence(
-            stage.name,
-            owner.path if owner else None,
-            owner.class_name if owner else "",
-            owner.number if owner else 0,
-            first.pair.path if owner is at else f"inputs of {at.path}: {first.pair.path}",
-            node.name if node else name,
-            node.operator if node else "",
-            node.line if node else "",
-            first.error,
-            first.base,
-            first.pair.distance.largest,
-            index,
-            reason,
-            stages,
-            suspects,
-            unmatched,
+            stage=stage.name,
+            module=owner.path if owner else None,
+            class_name=owner.class_name if owner else "",
+            number=owner.number if owner else 0,
+            tensor=first.pair.path if owner is at else f"inputs of {at.path}: {first.pair.path}",
+            node=node.name if node else name,
+            operator=node.operator if node else "",
+            line=node.line if node else "",
+            error=first.error,
+            base=first.base,
+            largest=first.pair.distance.largest,
+            index=index,
+            reason=reason,
+            stages=stages,
+            suspects=suspects,
+            unmatched=unmatched,
         )
 
     def call(self, index: int) -> ModuleCall:
