@@ -20,7 +20,7 @@ import torch
 
 from exportkit._torch_compat.tracing import constant_in_trace
 from exportkit._torch_compat.transformers import recordable_outputs
-from exportkit.errors import CaptureError, InvalidRequestError
+from exportkit.errors import CaptureError, InvalidRequestError, nearest_text
 from exportkit.module_outputs.context import run_captured
 from exportkit.module_outputs.record import (
     FIRST_INPUT_KEY,
@@ -29,7 +29,6 @@ from exportkit.module_outputs.record import (
     Selection,
     keys_of,
     matches_of,
-    nearest,
     require_matches,
     targets_of,
 )
@@ -140,7 +139,7 @@ def _refuse_undeclared(module: Any, keys: list[str], kwargs: Mapping[str, Any], 
             f"{type(module).__name__} cannot return {key!r}: it is not declared in `_can_record_outputs`.",
             expected=", ".join(_PREFIX + key for key in keys) or "no such argument",
             got=f"{name}=True",
-            hint=f"nearest: {', '.join(nearest(key, keys)) or 'nothing similar'}.",
+            hint=f"nearest: {nearest_text(key, keys)}.",
         )
 
 

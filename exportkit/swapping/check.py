@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from exportkit.errors import InvalidTypeError, PatchError
+from exportkit.errors import PatchError, require_module
 from exportkit.overrides import ClassOf, replaced
 from exportkit.running.bounds import fixed_bound, same_kernels_tolerance
 from exportkit.running.compare import compare_tensors
@@ -68,8 +68,7 @@ def check_patch(
         >>> check_patch(torch.nn.Linear(4, 2), Same, torch.ones(3, 4)).largest < 1e-5
         True
     """
-    if not isinstance(original, torch.nn.Module):
-        raise InvalidTypeError("Only modules can be checked.", expected="torch.nn.Module", got=type(original).__name__)
+    require_module(original, "checked")
     expected = _run(original, inputs)
     if not isinstance(patched, type):
         got = _run(patched, inputs)
