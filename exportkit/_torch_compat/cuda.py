@@ -1,4 +1,4 @@
-"""Runs models on CUDA as on the CPU: what an operator refuses is an exception, and float32 is not rounded to TF32.
+"""Runs models on CUDA as on the CPU: operators raise for invalid values, and float32 is not rounded to TF32.
 
 On CUDA, an index that is out of bounds fails an assertion on the device, and no later operator of the process can use
 the device any more. Models are asked about calls that they may refuse, so that has to be an exception there, too.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat import require
-from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.graph import given_by_name, schema_of
 from exportkit._torch_compat.tracing import dispatch_mode
 
 # Operators that take an index along an axis, with the names of both; the axis is the first one where there is none.
@@ -46,8 +46,7 @@ class _IndicesChecked:
         kwargs = kwargs or {}
         name = _checked_name(func) if isinstance(func, torch._ops.OpOverload) else ""
         if name:
-            names = (argument.name for argument in schema_of(func).arguments)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = given_by_name(func, args, kwargs)
             if name in _OTHERS:
                 _OTHERS[name](given, self._is_checked)
             for index, size, axis, least in _indices(name, given):

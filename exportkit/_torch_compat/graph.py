@@ -103,14 +103,19 @@ def not_in_place(target: Any) -> Any:
     return getattr(packet, getattr(target, "_overloadname", ""), None)
 
 
+def given_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that an operator is given, by name. Seen in torch 2.13."""
+    names = (argument.name for argument in schema_of(target).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
     """Returns the arguments of a node that calls an operator, by name; those that it leaves out have their defaults.
 
     Seen in torch 2.13.
     """
-    arguments = schema_of(node.target).arguments
-    given = dict(zip([argument.name for argument in arguments], node.args, strict=False))
-    return {argument.name: argument.default_value for argument in arguments} | given | dict(node.kwargs)
+    defaults = {argument.name: argument.default_value for argument in schema_of(node.target).arguments}
+    return defaults | given_by_name(node.target, node.args, node.kwargs)
 
 
 def takes_number(node: torch.fx.Node, number: torch.fx.Node) -> bool:

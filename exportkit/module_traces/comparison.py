@@ -36,7 +36,7 @@ from exportkit.module_traces.error_steps import (
     added_error,
     worst_steps,
 )
-from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
+from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData, calls_around
 from exportkit.plan.tables import first_of
 from exportkit.running.compare import Distance, distance, position_of_largest
 
@@ -94,8 +94,8 @@ def error_text(error: float, base: float, largest: float, index: Sequence[int] |
     return f"{error:.1e} from {base:.1e} (relative), {largest:.3g} at most{at}"
 
 
-def call_text(path: str, number: int) -> str:
-    """Returns a module and its call in words, such as ``decoder.block.0 #2``."""
+def call_text(path: str, number: int = 0) -> str:
+    """Returns a module, or one of its calls, in words, such as ``decoder.block.0 #2``."""
     return (path or "(model)") + (f" #{number}" if number else "")
 
 
@@ -183,6 +183,11 @@ class TensorRow:
     dtypes: tuple[str, str]
     values: bool
 
+    @property
+    def name(self) -> str:
+        """The module and its call in words, such as ``decoder.block.0 #2``."""
+        return call_text(self.module, self.number)
+
 
 @dataclass(frozen=True)
 class Comparison(PrintedResult):
@@ -245,7 +250,7 @@ class Comparison(PrintedResult):
             )
         for title, paths in (("only in the first", self.only_first), ("only in the second", self.only_second)):
             if paths:
-                yield Text(f"{title}: {first_of([path or '(model)' for path in paths], _SHOWN)}")
+                yield Text(f"{title}: {first_of(list(map(call_text, paths)), _SHOWN)}")
         yield from (Text(f"note: {note}") for note in self.notes)
 
 
@@ -277,14 +282,8 @@ class _Comparing:
 
     def result(self) -> Comparison:
         paired = {one.index for one, _ in self._pairs}
-        nearest: dict[int, int | None] = {}  # the innermost call with a counterpart that each call is, or is part of
-        for call in self._first.calls:
-            above = nearest.get(call.parent) if call.parent is not None else None
-            nearest[call.index] = call.index if call.index in paired else above
-        calls = {
-            one.index: self._compared(one, two, nearest.get(one.parent) if one.parent is not None else None)
-            for one, two in self._pairs
-        }
+        around = calls_around(self._first.calls, paired)
+        calls = {one.index: self._compared(one, two, around[one.index]) for one, two in self._pairs}
         steps = attribute_error(list(calls.values()))
         wrong = next((step for step in steps if step.verdict == "differs"), None)
         return Comparison(
