@@ -152,8 +152,8 @@ def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
 def sizes_seen_afresh() -> tuple[Any, dict[str, Any]]:
     """Returns the attribute to replace, with its owner, so that loop operators know nothing of sizes of earlier calls.
 
-    torch makes a size dynamic that was another one when the function around a loop operator was compiled before, in
-    eager mode, too. A number in a trace would become a symbol that the trace does not know. Seen in torch 2.13.
+    torch makes a size dynamic if it was different when the function around a loop operator was compiled before, also in
+    eager mode. A number in a trace would become a symbol that the trace does not know. Seen in torch 2.13.
     """
     from torch._dynamo import pgo
 

@@ -101,7 +101,7 @@ class Divergence(PrintedResult):
         operator: What that node computes.
         line: The line of the model's code that the node comes from.
         error: The relative error there, as a root mean square.
-        base: The relative error of what it is computed from.
+        base: The relative error of the inputs of the step that computes it.
         largest: The largest absolute difference.
         index: Position of the largest difference.
         reason: What is wrong, in words.

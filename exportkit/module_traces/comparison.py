@@ -163,8 +163,8 @@ class TensorRow:
         number: Which of its calls.
         side: ``inputs`` or ``outputs``.
         path: Path of the tensor among these.
-        verdict: ``equal``; ``close``: apart by rounding; ``carried``: apart, as is what it is computed from;
-            ``differs``: apart by more than that; ``unknown``: apart, and only values could tell how far.
+        verdict: ``equal``; ``close``: apart by rounding; ``carried``: apart, as are its inputs; ``differs``: apart by
+            more than that; ``unknown``: apart, and only values could tell how far.
         error: The relative error, a root mean square.
         largest: The largest absolute difference.
         index: Position of the largest difference, for a tensor that differs.

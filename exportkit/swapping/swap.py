@@ -49,8 +49,8 @@ class Swap:
         original: The class as it was.
         replacement: The class in its place.
         key: The key of the registry that matched.
-        how: "class" if a live module got another class, "rebuilt" if it was rebuilt by the replacement's
-            ``from_module``, "name" if a name of a Python module got another class.
+        how: "class" if the class of a live module was replaced, "rebuilt" if it was rebuilt by the replacement's
+            ``from_module``, "name" if a name in a Python module was given the replacement.
     """
 
     where: str
