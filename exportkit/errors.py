@@ -21,12 +21,15 @@
     └── RuntimeFailure            onnxruntime raised for the graph or a call      RuntimeError
 
 Each message says what happened, where, what was expected, what was found, and what to do about it. The built-in base
-classes are the ones that users of ``torch.onnx.InputObserver`` already catch.
+classes are the ones that users of ``torch.onnx.InputObserver`` already catch. Below the tree are checks
+and parts of messages that several rooms have in common.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +163,28 @@ class MissingPackageError(ExportkitError, ImportError):
 
 class RuntimeFailure(ExportkitError, RuntimeError):
     """onnxruntime cannot load the graph, or raises for a call."""
+
+
+def nearest(text: str, candidates: Iterable[str]) -> list[str]:
+    """Returns up to three candidates that are most similar to a text in upper or lower case, best first."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(text.lower(), by_lower, n=3, cutoff=0.4)
+    return [by_lower[name] for name in found]
+
+
+def nearest_text(text: str, candidates: Iterable[str], separator: str = ", ") -> str:
+    """Returns these candidates as a part of a hint."""
+    return separator.join(nearest(text, candidates)) or "nothing similar"
+
+
+def require_module(value: object, done: str) -> None:
+    """Raises InvalidTypeError unless a value is a module.
+
+    Args:
+        value: What a user gave.
+        done: What is done with modules, such as ``traced``.
+    """
+    import torch
+
+    if not isinstance(value, torch.nn.Module):
+        raise InvalidTypeError(f"Only modules can be {done}.", expected="torch.nn.Module", got=type(value).__name__)

@@ -1,7 +1,7 @@
-"""Runs models on CUDA as on the CPU: what an operator refuses is an exception, and float32 is not rounded to TF32.
+"""Runs models on CUDA as on the CPU: operators raise for invalid values, and float32 is not rounded to TF32.
 
 On CUDA, an index that is out of bounds fails an assertion on the device, and no later operator of the process can use
-the device any more. Models are asked about calls that they may refuse, so that has to be an exception there, too.
+the device any more. Models are run on calls for which they may raise, so this has to be an exception on CUDA, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat import require
-from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.graph import given_by_name, schema_of
 from exportkit._torch_compat.tracing import dispatch_mode
 
 # Operators that take an index along an axis, with the names of both; the axis is the first one where there is none.
@@ -41,13 +41,12 @@ class _IndicesChecked:
 
         Raises:
             IndexError: if an index is out of bounds.
-            RuntimeError: if another value is one that the operator refuses.
+            RuntimeError: if another value is invalid for the operator.
         """
         kwargs = kwargs or {}
         name = _checked_name(func) if isinstance(func, torch._ops.OpOverload) else ""
         if name:
-            names = (argument.name for argument in schema_of(func).arguments)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = given_by_name(func, args, kwargs)
             if name in _OTHERS:
                 _OTHERS[name](given, self._is_checked)
             for index, size, axis, least in _indices(name, given):
@@ -133,7 +132,7 @@ _OTHERS = {
 def indices_checked(devices: Collection[str]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager in which operators on devices raise the errors that they raise on the CPU.
 
-    These are IndexError and RuntimeError, for values that they refuse. Each of the operators is waited for, which takes
+    These are IndexError and RuntimeError, for invalid values. Checking an operator waits for the device, which takes
     time.
 
     Args:
@@ -181,7 +180,7 @@ def _precisions() -> list[Any]:
 
 @contextlib.contextmanager
 def as_on_cpu(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Lets operators on CUDA refuse what they refuse on the CPU, and compute float32 in float32.
+    """Lets operators on CUDA raise for invalid values as on the CPU, and compute float32 in float32.
 
     Args:
         tensors: What operators may be given; if none of it is on CUDA, nothing changes.

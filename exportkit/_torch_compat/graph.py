@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
@@ -96,14 +103,19 @@ def not_in_place(target: Any) -> Any:
     return getattr(packet, getattr(target, "_overloadname", ""), None)
 
 
+def given_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that an operator is given, by name. Seen in torch 2.13."""
+    names = (argument.name for argument in schema_of(target).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
     """Returns the arguments of a node that calls an operator, by name; those that it leaves out have their defaults.
 
     Seen in torch 2.13.
     """
-    arguments = schema_of(node.target).arguments
-    given = dict(zip([argument.name for argument in arguments], node.args, strict=False))
-    return {argument.name: argument.default_value for argument in arguments} | given | dict(node.kwargs)
+    defaults = {argument.name: argument.default_value for argument in schema_of(node.target).arguments}
+    return defaults | given_by_name(node.target, node.args, node.kwargs)
 
 
 def takes_number(node: torch.fx.Node, number: torch.fx.Node) -> bool:
@@ -226,8 +238,6 @@ def with_graph_module(
         module: The graph; those inside may have changed, too.
         constants: Tensors for placeholders that the program does not have, each put before all other nodes.
     """
-    from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
-
     added = dict(constants or {})
     specs = [InputSpec(InputKind.BUFFER, TensorArgument(name=name), name, persistent=True) for name in added][::-1]
     signature = program.graph_signature

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from exportkit._torch_compat import require
 from exportkit._torch_compat.graph import with_graph_module
+from exportkit._torch_compat.memory import memory_state
 from exportkit._torch_compat.pytree import tree_map
 
 
@@ -39,12 +39,12 @@ def without_aliases(body: types.FunctionType) -> types.FunctionType:
     Args:
         body: The function.
     """
-    seen: set[StorageWeakRef] = set()
+    seen: set[int] = set()
 
     def own(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return tensor
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage, _ = memory_state(tensor)
         if storage in seen:
             return tensor.clone()
         seen.add(storage)
@@ -152,8 +152,8 @@ def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
 def sizes_seen_afresh() -> tuple[Any, dict[str, Any]]:
     """Returns the attribute to replace, with its owner, so that loop operators know nothing of sizes of earlier calls.
 
-    torch makes a size dynamic that was another one when the function around a loop operator was compiled before, in
-    eager mode, too. A number in a trace would become a symbol that the trace does not know. Seen in torch 2.13.
+    torch makes a size dynamic if it was different when the function around a loop operator was compiled before, also in
+    eager mode. A number in a trace would become a symbol that the trace does not know. Seen in torch 2.13.
     """
     from torch._dynamo import pgo
 

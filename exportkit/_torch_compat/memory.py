@@ -38,6 +38,14 @@ def _copy_on_write(clone: Callable[[torch.Tensor], torch.Tensor], tensor: torch.
         return None
 
 
+FEW_ELEMENTS = 2**16  # smaller tensors are copied: many share one memory, which copy-on-write would copy as a whole
+
+
+def protected_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a copy that writes to the tensor leave alone; large ones share memory until then, None if they cannot."""
+    return tensor.clone() if tensor.numel() <= FEW_ELEMENTS else copies_on_write([tensor])[0]
+
+
 def are_copy_on_write(tensors: Iterable[torch.Tensor]) -> list[bool]:
     """Returns for each tensor whether its memory is still copy-on-write, so not written since. Seen in torch 2.13."""
     return list(map(getattr(torch._C, "_is_cow_tensor", lambda _: False), tensors))

@@ -133,8 +133,8 @@ def limits_with_names() -> list[tuple[Any, dict[str, Any]]]:
 def limits_kept() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that limits after other limits stay.
 
-    onnxscript makes one Clip of two, and of a Relu and a Clip. If the limits do not overlap, the result is another one,
-    and a second pair of them for the same value is not in the graph. Seen in onnxscript 0.7.
+    onnxscript makes one Clip of two, and of a Relu and a Clip. If the limits do not overlap, the result differs, and
+    a second pair of them for the same value is not in the graph. Seen in onnxscript 0.7.
     """
     try:
         from onnxscript.rewriter.rules.common import _fuse_relus_clips as fused

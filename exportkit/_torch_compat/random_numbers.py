@@ -63,13 +63,13 @@ def _bits(shape: Sequence[int], device: Any, seed: int) -> torch.Tensor:
     return (((index * SQUARE + LINEAR) % _COUNT * index + CONSTANT) % _COUNT).reshape(shape)
 
 
-def fixed_uniform(shape: Sequence[int], dtype: torch.dtype, device: Any, seed: int = 0) -> torch.Tensor:
+def fixed_uniform(shape: Sequence[int], dtype: torch.dtype, device: Any, seed: int) -> torch.Tensor:
     """Returns numbers from 0 to 1, without 1, that depend on the shape and the seed alone."""
     bits = uniform_bits(dtype)
     return (_bits(shape, device, seed) >> (BITS - bits)).to(dtype) / (1 << bits)
 
 
-def fixed_normal(shape: Sequence[int], dtype: torch.dtype, device: Any, seed: int = 0) -> torch.Tensor:
+def fixed_normal(shape: Sequence[int], dtype: torch.dtype, device: Any, seed: int) -> torch.Tensor:
     """Returns normal numbers that depend on the shape and the seed alone."""
     return normal_quantiles().to(device)[_bits(shape, device, seed) >> (BITS - QUANTILE_BITS)].to(dtype)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import schema_of
+from exportkit._torch_compat.graph import given_by_name, schema_of
+from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.tracing import dispatch_mode
 
 # Operators that return numbers they were given, or none: they do not round. Operators whose results are integers or
@@ -55,12 +56,12 @@ class _RoundingVaried:
         if name in ("topk", "sort"):
             self.chooses = True
             return _first_of_equals(name, func, args, kwargs)
-        floats = any(isinstance(arg, torch.Tensor) and _is_rounded(arg) for arg in _flat((args, kwargs)))
+        floats = any(isinstance(arg, torch.Tensor) and _is_rounded(arg) for arg in tree_leaves((args, kwargs)))
         if not self.errors or not floats or name in _EXACT:
             return func(*args, **kwargs)
         written = [argument.alias_info is not None for argument in schema.arguments]
         if torch.Tag.pointwise not in func.tags:  # it adds up: how exactly depends on its operands
-            weights = all(map(self._is_constant, _flat(args)))  # which may cancel, too
+            weights = all(map(self._is_constant, tree_leaves(args)))  # which may cancel, too
             args = tuple(a if fixed else self._varied(a, weights) for a, fixed in zip(args, written, strict=False))
             if "upsample" in name and args and isinstance(args[0], torch.Tensor):
                 args = (self._moved(args[0]), *args[1:])
@@ -153,19 +154,9 @@ def _is_rounded(value: torch.Tensor) -> bool:
     return (value.is_floating_point() and value.itemsize > 1) or value.is_complex()
 
 
-def _flat(value: Any) -> Any:
-    if isinstance(value, dict):
-        value = value.values()
-    if isinstance(value, torch.Tensor) or not hasattr(value, "__iter__") or isinstance(value, str):
-        yield value
-    else:
-        for part in value:
-            yield from _flat(part)
-
-
 def _first_of_equals(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """The result of ``topk`` or ``sort`` that has the first of equal elements first."""
-    given = {argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)} | kwargs
+    given = given_by_name(func, args, kwargs)
     if "out" in given or "values" in given or given["self"].ndim == 0:
         return func(*args, **kwargs)
     axis, descending = given.get("dim", -1), given.get("largest", True) if name == "topk" else given.get("descending")

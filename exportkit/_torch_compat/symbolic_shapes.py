@@ -23,9 +23,7 @@ def is_counted_in_loop(size: Any) -> bool:
     torch compiles the body, and answers this question there for the shape of a tensor only, which has to be one that
     any number leads to. Seen in torch 2.13.
     """
-    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
-
-    return has_free_unbacked_symbols(torch.empty(size % 7 + 1, device="meta"))
+    return has_counted_size(torch.empty(size % 7 + 1, device="meta"))
 
 
 def has_counted_size(tensor: torch.Tensor) -> bool:

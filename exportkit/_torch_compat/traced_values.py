@@ -86,14 +86,10 @@ def as_if_many(environment: Any, question: Any) -> Any:
     """
     import sympy
 
-    if not isinstance(question, sympy.core.relational.Relational):
+    count, apart = _counted_relation(question)
+    if count not in require(environment, "size_like", "torch 2.13") or sympy.degree(apart, count) != 1:
         return None
-    sizes = require(environment, "size_like", "torch 2.13")
-    counts = [symbol for symbol in question.free_symbols if str(symbol).startswith("u")]
-    apart = sympy.expand(question.lhs - question.rhs)
-    if len(counts) != 1 or counts[0] not in sizes or sympy.degree(apart, counts[0]) != 1:
-        return None
-    count, is_equation = counts[0], isinstance(question, sympy.Eq | sympy.Ne)
+    is_equation = isinstance(question, sympy.Eq | sympy.Ne)
     (equal,) = sympy.solve(apart, count)
     if apart.free_symbols != {count}:  # a product with another size, which is 0 if the count is
         if equal != 0 or not is_equation:
@@ -107,6 +103,17 @@ def as_if_many(environment: Any, question: Any) -> Any:
     for small in others:
         environment.guard_or_defer_runtime_assert(sympy.Ne(count, small), "the number of selected values")
     return answer
+
+
+def _counted_relation(question: Any) -> tuple[Any, Any]:
+    """The one count that a relation is about, and the difference of its sides; None twice for other questions."""
+    import sympy
+
+    if not isinstance(question, sympy.core.relational.Relational):
+        return None, None
+    apart = sympy.expand(question.lhs - question.rhs)
+    counts = [symbol for symbol in question.free_symbols if str(symbol).startswith("u")]
+    return (counts[0], apart) if len(counts) == 1 and counts[0] in apart.free_symbols else (None, None)
 
 
 def is_data_dependent(error: BaseException | None) -> bool:
@@ -172,17 +179,13 @@ def answer_for_some(condition: torch.SymBool) -> bool | None:
     import sympy
 
     question, environment = condition.node.expr, condition.node.shape_env
-    if not isinstance(question, sympy.core.relational.Relational):
-        return None
-    apart = sympy.expand(question.lhs - question.rhs)
-    counts = [symbol for symbol in apart.free_symbols if str(symbol).startswith("u")]
-    if len(counts) != 1:
+    count, apart = _counted_relation(question)
+    if count is None:
         return None
     if isinstance(question, sympy.Eq | sympy.Ne):  # of a product with sizes, too
         return None if apart.is_Add else isinstance(question, sympy.Ne)
-    if apart.free_symbols != set(counts) or counts[0] not in require(environment, "size_like", "torch 2.13"):
+    if apart.free_symbols != {count} or count not in require(environment, "size_like", "torch 2.13"):
         return None
-    (count,) = counts
     for_none, *for_some = (bool(question.subs(count, number)) for number in (0, 1, 2, 2**40))
     is_linear = sympy.degree(apart, count) == 1
     return for_some[0] if is_linear and len(set(for_some)) == 1 and for_none != for_some[0] else None

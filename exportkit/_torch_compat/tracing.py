@@ -203,7 +203,7 @@ def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
 
 
 def random_states() -> list[bytes]:
-    """Returns the states of torch's own generators of random numbers, which are others after each draw."""
+    """Returns the states of torch's own generators of random numbers, which change with every draw."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     states = [torch.default_generator.get_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
     return [state.numpy().tobytes() for state in states]

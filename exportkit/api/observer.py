@@ -138,7 +138,7 @@ class InputObserver(Observer):
         """Returns one row for each recorded call: how far an ONNX model is from what the model returned then.
 
         Args:
-            onnx_model: Path of an ONNX file, a ModelProto, a ``torch.onnx.ONNXProgram`` or an `OnnxModel`.
+            onnx_model: Path of an ONNX file, its content, a ModelProto, a ``torch.onnx.ONNXProgram`` or an `OnnxModel`.
             atol: Largest absolute difference.
             rtol: Largest relative difference, ``|a - b| / (|a| + rtol)``.
             progress_bar: Show progress on the terminal.

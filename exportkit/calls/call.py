@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from exportkit.errors import ArgumentError, UnknownInputError
+from exportkit.errors import ArgumentError, InvalidTypeError, UnknownInputError
 from exportkit.trees import Tree, cloned, first_name, flatten, join, joined, set_stored_length
 
 NumberKind = Literal["int", "float", "size"]  # a number to calculate with, by its type, or one that makes sizes
@@ -359,6 +359,27 @@ class Call:
             for value in values.values():
                 set_stored_length(value, self.cached_tokens)
         return values
+
+
+def given_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments by position and by name.
+
+    Args:
+        inputs: A tuple or list of positional ones, a mapping of named ones, a pair of both, or a single tensor.
+
+    Raises:
+        InvalidTypeError: for anything else.
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if not isinstance(inputs, tuple | list):
+        raise InvalidTypeError(
+            "Not arguments of a model.", expected="a tuple, a mapping, or a tensor", got=type(inputs).__name__
+        )
+    is_pair = len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict)
+    return (inputs[0], dict(inputs[1])) if is_pair else (tuple(inputs), {})
 
 
 def tensors_in(arguments: Mapping[str, Tree]) -> dict[str, torch.Tensor]:

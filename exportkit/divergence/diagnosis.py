@@ -101,7 +101,7 @@ class Divergence(PrintedResult):
         operator: What that node computes.
         line: The line of the model's code that the node comes from.
         error: The relative error there, as a root mean square.
-        base: The relative error of what it is computed from.
+        base: The relative error of the inputs of the step that computes it.
         largest: The largest absolute difference.
         index: Position of the largest difference.
         reason: What is wrong, in words.
@@ -220,22 +220,22 @@ class Diagnosis:
             if node is not None and name in node.outputs:
                 reason = _reason_of_choice(self.run, node, expected, self.run.values[name]) or reason
         return Divergence(
-            stage.name,
-            owner.path if owner else None,
-            owner.class_name if owner else "",
-            owner.number if owner else 0,
-            first.pair.path if owner is at else f"inputs of {at.path}: {first.pair.path}",
-            node.name if node else name,
-            node.operator if node else "",
-            node.line if node else "",
-            first.error,
-            first.base,
-            first.pair.distance.largest,
-            index,
-            reason,
-            stages,
-            suspects,
-            unmatched,
+            stage=stage.name,
+            module=owner.path if owner else None,
+            class_name=owner.class_name if owner else "",
+            number=owner.number if owner else 0,
+            tensor=first.pair.path if owner is at else f"inputs of {at.path}: {first.pair.path}",
+            node=node.name if node else name,
+            operator=node.operator if node else "",
+            line=node.line if node else "",
+            error=first.error,
+            base=first.base,
+            largest=first.pair.distance.largest,
+            index=index,
+            reason=reason,
+            stages=stages,
+            suspects=suspects,
+            unmatched=unmatched,
         )
 
     def call(self, index: int) -> ModuleCall:

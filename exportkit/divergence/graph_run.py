@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -299,13 +300,15 @@ def read_onnx(source: Any) -> tuple[onnx.ModelProto, Path | None]:
     try:
         if isinstance(source, bytes):
             return onnx.load_from_string(source), None
-        if isinstance(source, str | Path):
-            return onnx.load(str(source), load_external_data=False), Path(source).absolute().parent
+        if isinstance(source, str | os.PathLike):
+            return onnx.load(os.fspath(source), load_external_data=False), Path(source).absolute().parent
     except Exception as error:
         where = "serialised model" if isinstance(source, bytes) else str(source)
         raise InvalidRequestError("The ONNX model cannot be read.", where=where, got=error) from error
     raise InvalidTypeError(
-        "Not an ONNX model.", expected="a path, a ModelProto, an ONNXProgram or an OnnxModel", got=type(source)
+        "Not an ONNX model.",
+        expected="a path, a serialised model, a ModelProto, an ONNXProgram or an OnnxModel",
+        got=type(source).__name__,
     )
 
 

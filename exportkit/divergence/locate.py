@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.random_numbers import fixed_numbers
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call, Signature, given_arguments
 from exportkit.divergence.diagnosis import Diagnosis, Divergence, Stage, changed_weight, error_of_translation
 from exportkit.divergence.graph_run import (
     GraphNode,
@@ -294,19 +294,7 @@ class _Search:
 
 def _call_of(signature: Signature, inputs: Any) -> Call:
     """The call of a method with arguments as a user gives them."""
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(inputs, Mapping):
-        kwargs = dict(inputs)
-    elif isinstance(inputs, torch.Tensor):
-        args = (inputs,)
-    elif isinstance(inputs, tuple | list):
-        is_pair = len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict)
-        args, kwargs = (inputs[0], dict(inputs[1])) if is_pair else (tuple(inputs), {})
-    else:
-        raise InvalidTypeError(
-            "Not arguments of a model.", expected="a tuple, a mapping, or a tensor", got=type(inputs).__name__
-        )
+    args, kwargs = given_arguments(inputs)
     values = signature.bind(args, kwargs)
     bound, named = signature.unbind(values, kwargs)
     if len(bound) < len(args) or len(named) < len(kwargs):

@@ -19,7 +19,7 @@ from exportkit.module_traces.attribution import attribute_error, first_step, is_
 from exportkit.module_traces.error_steps import ComparedCall, ErrorStep, Side, TensorPair
 from exportkit.module_traces.measure import dtype_name
 from exportkit.module_traces.trace import Trace
-from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
+from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, calls_around
 from exportkit.running.compare import Distance, distance, is_reordered, unit_of
 from exportkit.running.masks import Padding
 
@@ -89,16 +89,17 @@ class _Matching:
 
     def result(self, wrong: frozenset[str]) -> MatchedCalls:
         calls = []
-        nearest: dict[int, int | None] = {}  # the innermost call in the graph that each call is, or is part of
+        nodes = {
+            call.index: found[call.number]
+            for call in self._trace.calls
+            if (found := self._run.calls_of(call.path, self._calls_of[call.path]))
+        }
+        around = calls_around(self._trace.calls, nodes.keys())
         for call in self._trace.calls:
-            parent = nearest.get(call.parent) if call.parent is not None else None
-            nodes = self._run.calls_of(call.path, self._calls_of[call.path])
-            if nodes:
-                calls.append(self._compared(call, parent, nodes[call.number]))
-                parent = call.index
+            if call.index in nodes:
+                calls.append(self._compared(call, around[call.index], nodes[call.index]))
             else:  # a module that was fused into a different module
                 self._fused.update(map(_identity, call.outputs))
-            nearest[call.index] = parent
         missing = {
             call.index: [r for r in call.outputs if (call.index, "outputs", r.path) not in self._values]
             for call in self._trace.calls

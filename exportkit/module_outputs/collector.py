@@ -275,5 +275,5 @@ def _switching(cls: type, current: property) -> property:
 def _asked_by_capture(config: Any) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return _switched.get(id(config), 0) > 0
-    collectors = [frame.collector for frame in scope.frames() or ()]
-    return any(id(config) in collector.eager for collector in collectors if collector is not None)
+    # the frame of a trace, or of a call that has ended, has no configs
+    return any(id(config) in getattr(frame.collector, "eager", ()) for frame in scope.frames() or ())

@@ -15,7 +15,7 @@ from exportkit._torch_compat.transformers import (
     recordable_outputs,
     set_attention_implementation,
 )
-from exportkit.errors import CaptureError, InvalidRequestError, InvalidTypeError
+from exportkit.errors import CaptureError, InvalidRequestError, require_module
 from exportkit.module_outputs.collector import EAGER, Calls, Collector, begins_with_input, fused_configs
 from exportkit.module_outputs.record import (
     FIRST_INPUT_KEY,
@@ -97,8 +97,7 @@ def capture(model: torch.nn.Module, specs: Mapping[str, Any] | None = None) -> I
         >>> [tuple(state.shape) for state in captured["hidden_states"]]
         [(5, 4), (5, 3), (5, 2)]
     """
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidTypeError("Only modules can be captured.", expected="torch.nn.Module", got=type(model).__name__)
+    require_module(model, "captured")
     targets = targets_of(_specs_of(model) if specs is None else specs)
     model = uncompiled(model)  # the hooks of a compiled model are on the original model
     matches = matches_of(model, targets)

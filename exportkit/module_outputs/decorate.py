@@ -20,7 +20,7 @@ import torch
 
 from exportkit._torch_compat.tracing import constant_in_trace
 from exportkit._torch_compat.transformers import recordable_outputs
-from exportkit.errors import CaptureError, InvalidRequestError
+from exportkit.errors import CaptureError, InvalidRequestError, nearest_text
 from exportkit.module_outputs.context import run_captured
 from exportkit.module_outputs.record import (
     FIRST_INPUT_KEY,
@@ -29,13 +29,13 @@ from exportkit.module_outputs.record import (
     Selection,
     keys_of,
     matches_of,
-    nearest,
     require_matches,
     targets_of,
 )
 
 _PREFIX = "output_"
-_IMPLIED = {"cross_attentions": "attentions"}
+# Keys that are also requested by the flag of another key, as in transformers.
+_IMPLIED = {"cross_attentions": "attentions", "mask_decoder_attentions": "attentions"}
 NAMES = ("use_cache", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio")
 _STRATEGIES = ("default", "full")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -48,10 +48,10 @@ def capture_outputs(func: Callable[..., Any] | None = None, *, tie_last_hidden_s
 
     The class of the module declares what can be captured, as ``_can_record_outputs``: specs by key, see `capture`. A
     key is requested by the argument ``output_<key>`` or, if the module has a config, by ``config.output_<key>``;
-    ``output_attentions`` also requests ``cross_attentions``. ``output_hidden_states`` may be an index or a list of
-    indices, also negative; the other values are None. Dicts, dataclasses and the output classes of transformers get an
-    additional value for each key; a tensor or tuple becomes a named tuple with the keys at its end.
-    ``return_dict=False`` makes the result a plain tuple.
+    ``output_attentions`` also requests ``cross_attentions`` and ``mask_decoder_attentions``. ``output_hidden_states``
+    may be an index or a list of indices, also negative; the other values are None. Dicts, dataclasses and the output
+    classes of transformers get an additional value for each key; a tensor or tuple becomes a named tuple with the keys
+    at its end. ``return_dict=False`` makes the result a plain tuple.
 
     Args:
         func: The forward, if the decorator is used without arguments.
@@ -131,7 +131,7 @@ def _asks(key: str, value: Any) -> bool:
 def _refuse_undeclared(module: Any, keys: list[str], kwargs: Mapping[str, Any], parameters: Parameters) -> None:
     for name, value in kwargs.items():
         key = name.removeprefix(_PREFIX)
-        if value is not True or key == name or key in keys or name in parameters.names:
+        if value is not True or key == name or key in _flags_of(keys) or name in parameters.names:
             continue
         if parameters.takes_any_name and _declared_inside(module, key):
             continue
@@ -139,8 +139,13 @@ def _refuse_undeclared(module: Any, keys: list[str], kwargs: Mapping[str, Any], 
             f"{type(module).__name__} cannot return {key!r}: it is not declared in `_can_record_outputs`.",
             expected=", ".join(_PREFIX + key for key in keys) or "no such argument",
             got=f"{name}=True",
-            hint=f"nearest: {', '.join(nearest(key, keys)) or 'nothing similar'}.",
+            hint=f"nearest: {nearest_text(key, keys)}.",
         )
+
+
+def _flags_of(keys: list[str]) -> set[str]:
+    """The keys whose flags request some of these keys."""
+    return {*keys, *(_IMPLIED[key] for key in keys if key in _IMPLIED)}
 
 
 def _declared_inside(module: Any, key: str) -> bool:
@@ -150,7 +155,7 @@ def _declared_inside(module: Any, key: str) -> bool:
 
 def _is_passed_on(name: str, targets: list[OutputTarget], parameters: Parameters) -> bool:
     """Whether the forward gets an argument: all except flags of this decorator that it has no parameter for."""
-    return parameters.accepts(name) or name.removeprefix(_PREFIX) not in keys_of(targets)
+    return parameters.accepts(name) or name.removeprefix(_PREFIX) not in _flags_of(keys_of(targets))
 
 
 def _captured(

@@ -8,7 +8,6 @@ value is a copy from before the change, which shares memory until then.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import threading
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ import torch
 from exportkit._torch_compat.memory import copies_on_write, memory_address, version_of
 from exportkit._torch_compat.modules import paths_of_modules
 from exportkit._torch_compat.tracing import is_tracing, is_transformed
-from exportkit.errors import CaptureError, InvalidRequestError, InvalidTypeError
+from exportkit.errors import CaptureError, InvalidRequestError, InvalidTypeError, nearest_text
 
 FIRST_INPUT_KEY = "hidden_states"  # its values begin with the input of the first module
 _SPLIT = ("attentions", "cross_attentions")  # a list of two under the first key records the second one too
@@ -121,15 +120,8 @@ def require_matches(model: torch.nn.Module, targets: Iterable[OutputTarget], mat
                 f"No module matches the spec for {target.key!r}.",
                 where=type(model).__name__,
                 got=_described(target),
-                hint=f"nearest: {', '.join(nearest(_text(target), _names(model))) or 'nothing similar'}.",
+                hint=f"nearest: {nearest_text(_text(target), _names(model))}.",
             )
-
-
-def nearest(text: str, candidates: Iterable[str]) -> list[str]:
-    """Returns up to three candidates that are most similar to a text, best first."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(text.lower(), by_lower, n=3, cutoff=0.4)
-    return [by_lower[name] for name in found]
 
 
 def _target(key: str, spec: Any) -> OutputTarget:

@@ -69,9 +69,10 @@ def _renamed(paths: Iterable[str], names: Mapping[str, str]) -> dict[str, str]:
 
 def _with_prefix(paths: dict[str, str], known: set[str]) -> dict[str, str]:
     """The paths without the prefix of a wrapper that one of the runs has, if more of them are known then."""
+    new_paths = set(paths.values())
     fitting = sum(path in known for path in paths.values())
     wrapped = Counter(path[: -len(tail) - 1] for path in paths.values() for tail in _tails(path) if tail in known)
-    unwrapped = Counter(path[: -len(tail) - 1] for path in known for tail in _tails(path) if tail in paths.values())
+    unwrapped = Counter(path[: -len(tail) - 1] for path in known for tail in _tails(path) if tail in new_paths)
     candidates = [(count, "-", prefix) for prefix, count in wrapped.items()]
     candidates += [(count, "+", prefix) for prefix, count in unwrapped.items()]
     count, sign, prefix = max(candidates, default=(0, "", ""))

@@ -67,7 +67,7 @@ def attribute_error(calls: Sequence[ComparedCall], complete: Collection[int] = (
 def first_step(steps: Sequence[ErrorStep], calls: Sequence[ComparedCall], wrong: Collection[str]) -> ErrorStep | None:
     """Returns the step where the first difference begins, or None if nothing differs.
 
-    Outputs that differ always have a first step, also where no step adds more than it may.
+    Outputs that differ always have a first step, even if no step adds more than its limit.
 
     Args:
         steps: The steps of the calls.
@@ -175,7 +175,7 @@ class _UsualDtypes:
 
 @dataclass(frozen=True)
 class _Finding:
-    """The verdict on a tensor, and how many times what it may be its error is."""
+    """The verdict on a tensor, and the error as a multiple of its limit."""
 
     pair: TensorPair
     verdict: Verdict
@@ -224,7 +224,7 @@ def _attributed(step: Step, dtypes: _UsualDtypes, usual: _UsualErrors) -> ErrorS
 
 
 def _excess(pair: TensorPair, step: Step, rms: float, peak: float) -> float:
-    """How many times its limits the error of a tensor is."""
+    """The error of a tensor as a multiple of its limits."""
     far = pair.distance
     if far.problem is not None:
         return 0.5 if any(source.distance.problem for source in step.sources) else math.inf

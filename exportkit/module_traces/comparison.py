@@ -36,7 +36,7 @@ from exportkit.module_traces.error_steps import (
     added_error,
     worst_steps,
 )
-from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData
+from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, TraceData, calls_around
 from exportkit.plan.tables import first_of
 from exportkit.running.compare import Distance, distance, position_of_largest
 from exportkit.running.masks import Padding
@@ -95,8 +95,8 @@ def error_text(error: float, base: float, largest: float, index: Sequence[int] |
     return f"{error:.1e} from {base:.1e} (relative), {largest:.3g} at most{at}"
 
 
-def call_text(path: str, number: int) -> str:
-    """Returns a module and its call in words, such as ``decoder.block.0 #2``."""
+def call_text(path: str, number: int = 0) -> str:
+    """Returns a module, or one of its calls, in words, such as ``decoder.block.0 #2``."""
     return (path or "(model)") + (f" #{number}" if number else "")
 
 
@@ -122,13 +122,14 @@ class ModuleRow:
         other_path: Its path in the other run.
         class_name: Its class.
         number: Which of its calls.
-        tensor: The tensor that is furthest apart, relative to what it is computed from: an output of the module, or an
-            input of a module inside it.
-        base: The relative error of what it is computed from.
+        tensor: The tensor whose error exceeds that of its inputs the most: an output of the module, or an input of a
+            module inside it.
+        base: The relative error of its inputs.
         error: Its relative error, a root mean square.
         largest: Its largest absolute difference.
         verdict: ``differs`` where the module is wrong; see `TensorRow`.
         reason: What is wrong.
+        index: Position of the largest difference, if the tensor differs and its values were stored.
     """
 
     path: str | None
@@ -141,6 +142,7 @@ class ModuleRow:
     largest: float
     verdict: Verdict
     reason: str
+    index: tuple[int, ...] | None
 
     @property
     def added(self) -> float:
@@ -162,8 +164,8 @@ class TensorRow:
         number: Which of its calls.
         side: ``inputs`` or ``outputs``.
         path: Path of the tensor among these.
-        verdict: ``equal``; ``close``: apart by rounding; ``carried``: apart, as is what it is computed from;
-            ``differs``: apart by more than that; ``unknown``: apart, and only values could tell how far.
+        verdict: ``equal``; ``close``: apart by rounding; ``carried``: apart, as are its inputs; ``differs``: apart by
+            more than that; ``unknown``: apart, and only values could tell how far.
         error: The relative error, a root mean square.
         largest: The largest absolute difference.
         index: Position of the largest difference, for a tensor that differs.
@@ -181,6 +183,11 @@ class TensorRow:
     index: tuple[int, ...] | None
     dtypes: tuple[str, str]
     values: bool
+
+    @property
+    def name(self) -> str:
+        """The module and its call in words, such as ``decoder.block.0 #2``."""
+        return call_text(self.module, self.number)
 
 
 @dataclass(frozen=True)
@@ -227,11 +234,11 @@ class Comparison(PrintedResult):
 
         yield headline(self.verdict(), self.ok)
         if self.first is not None:
-            row = next((row for row in self.tensors if row.verdict == "differs"), None)
             yield labelled("tensor", self.first.tensor)
             if math.isfinite(self.first.error):
-                index = row.index if row is not None else None
-                yield labelled("error", error_text(self.first.error, self.first.base, self.first.largest, index))
+                yield labelled(
+                    "error", error_text(self.first.error, self.first.base, self.first.largest, self.first.index)
+                )
             yield labelled("reason", self.first.reason)
         rows = [row for row in self.modules if row.error][:_SHOWN]
         if rows:
@@ -244,7 +251,7 @@ class Comparison(PrintedResult):
             )
         for title, paths in (("only in the first", self.only_first), ("only in the second", self.only_second)):
             if paths:
-                yield Text(f"{title}: {first_of([path or '(model)' for path in paths], _SHOWN)}")
+                yield Text(f"{title}: {first_of(list(map(call_text, paths)), _SHOWN)}")
         yield from (Text(f"note: {note}") for note in self.notes)
 
 
@@ -272,22 +279,17 @@ class _Comparing:
             self._padding[call.index] = padding_of(first, call) if above is None else above
         self._seen: dict[tuple[Any, ...], Distance] = {}
         self._matched: dict[tuple[int, Side], list[tuple[TensorRecord, TensorRecord]]] = {}
+        self._indices: dict[tuple[int, Side, str], tuple[int, ...] | None] = {}
 
     def result(self) -> Comparison:
         paired = {one.index for one, _ in self._pairs}
-        nearest: dict[int, int | None] = {}  # the innermost call with a counterpart that each call is, or is part of
-        for call in self._first.calls:
-            above = nearest.get(call.parent) if call.parent is not None else None
-            nearest[call.index] = call.index if call.index in paired else above
-        calls = {
-            one.index: self._compared(one, two, nearest.get(one.parent) if one.parent is not None else None)
-            for one, two in self._pairs
-        }
+        around = calls_around(self._first.calls, paired)
+        calls = {one.index: self._compared(one, two, around[one.index]) for one, two in self._pairs}
         steps = attribute_error(list(calls.values()))
         wrong = next((step for step in steps if step.verdict == "differs"), None)
         return Comparison(
-            first=None if wrong is None else _module_row(wrong, calls),
-            modules=tuple(_module_row(step, calls) for step in worst_steps(steps).values()),
+            first=None if wrong is None else self._module_row(wrong, calls),
+            modules=tuple(self._module_row(step, calls) for step in worst_steps(steps).values()),
             tensors=tuple(self._tensor_rows(steps, calls)),
             only_first=_paths_without(self._first.calls, paired),
             only_second=_paths_without(self._second.calls, {two.index for _, two in self._pairs}),
@@ -317,6 +319,24 @@ class _Comparing:
             self._seen[key] = distance(one, two, self._padding[call.index](one))
         return self._seen[key]
 
+    def _module_row(self, step: ErrorStep, calls: Mapping[int, ComparedCall]) -> ModuleRow:
+        owner = calls[step.owner] if step.owner is not None else None
+        at = calls[step.call]
+        path = step.pair.path if step.pair else ""
+        return ModuleRow(
+            path=owner.path if owner else None,
+            other_path=owner.other_path if owner else None,
+            class_name=owner.class_name if owner else "",
+            number=owner.number if owner else at.number,
+            tensor=path if owner is at else f"{at.path or 'model'} {path}",
+            base=step.base,
+            error=step.error,
+            largest=step.pair.distance.largest if step.pair else 0.0,
+            verdict=step.verdict,
+            reason=step.reason,
+            index=self._index(step, step.pair) if step.pair else None,
+        )
+
     def _tensor_rows(self, steps: Sequence[ErrorStep], calls: Mapping[int, ComparedCall]) -> Iterator[TensorRow]:
         for step in steps:
             call = calls[step.call]
@@ -330,17 +350,22 @@ class _Comparing:
                     verdict,
                     pair.distance.rms,
                     pair.distance.largest,
-                    self._index(step, pair) if verdict == "differs" else None,
+                    self._index(step, pair),
                     pair.dtypes,
                     pair.distance.values,
                 )
 
     def _index(self, step: ErrorStep, pair: TensorPair) -> tuple[int, ...] | None:
-        a, b = next(records for records in self._matched[step.call, step.side] if records[0].path == pair.path)
-        if a.key is None or b.key is None:
-            return None
-        one: torch.Tensor = self._first.tensor(a)
-        return position_of_largest(one, self._second.tensor(b), self._padding[step.call](one))
+        """The position of the largest difference, for a tensor that differs."""
+        key = (step.call, step.side, pair.path)
+        if key not in self._indices:
+            a, b = next(records for records in self._matched[step.call, step.side] if records[0].path == pair.path)
+            found = None
+            if step.verdicts[pair.path] == "differs" and a.key is not None and b.key is not None:
+                one: torch.Tensor = self._first.tensor(a)
+                found = position_of_largest(one, self._second.tensor(b), self._padding[step.call](one))
+            self._indices[key] = found
+        return self._indices[key]
 
     def _notes(self) -> Iterator[str]:
         for name, trace in (("first", self._first), ("second", self._second)):
@@ -356,24 +381,6 @@ class _Comparing:
                 f"{bare} of {len(records)} tensors were compared by statistics and hash alone: their errors are lower "
                 'bounds; for values record both runs with values="all"'
             )
-
-
-def _module_row(step: ErrorStep, calls: Mapping[int, ComparedCall]) -> ModuleRow:
-    owner = calls[step.owner] if step.owner is not None else None
-    at = calls[step.call]
-    path = step.pair.path if step.pair else ""
-    return ModuleRow(
-        path=owner.path if owner else None,
-        other_path=owner.other_path if owner else None,
-        class_name=owner.class_name if owner else "",
-        number=owner.number if owner else at.number,
-        tensor=path if owner is at else f"{at.path or 'model'} {path}",
-        base=step.base,
-        error=step.error,
-        largest=step.pair.distance.largest if step.pair else 0.0,
-        verdict=step.verdict,
-        reason=step.reason,
-    )
 
 
 def _paths_without(calls: Sequence[ModuleCall], paired: set[int]) -> tuple[str, ...]:

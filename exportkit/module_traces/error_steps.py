@@ -78,9 +78,9 @@ class ErrorStep:
         owner: ``index`` of the call whose module computes it; None for what happens outside all modules.
         call: ``index`` of the call whose inputs or outputs these are.
         side: Which of the two.
-        pair: The tensor that differs most, relative to what it may; None where there is no tensor.
+        pair: The tensor that differs most, relative to its limit; None where there is no tensor.
         error: How far it is apart.
-        base: The error of what it is computed from.
+        base: The error of the tensors that it is computed from.
         verdict: ``differs`` where error is introduced; ``carried`` where it was introduced before; ``close`` for
             rounding; ``equal``; ``unknown`` where only values could tell.
         reason: What is wrong, in words.
@@ -104,7 +104,7 @@ class ErrorStep:
 
 
 def added_error(base: float, error: float) -> float:
-    """Returns the part of an error that what it is computed from does not have."""
+    """Returns the part of an error that its inputs do not have."""
     return error if math.isinf(error) else max(error - base, 0.0)
 
 
@@ -151,7 +151,7 @@ class Step:
     def base(self) -> float:
         """The error of what it computes from.
 
-        Integers that differ choose other rows: the error is that of the rows, for which the root of their share stands.
+        Integers that differ select different rows: the square root of their share stands for the error of these rows.
         """
         return max(
             (

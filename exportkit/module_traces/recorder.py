@@ -75,8 +75,6 @@ class TraceRecorder:
         DestinationError: if nothing can be written there.
     """
 
-    eager: frozenset[int] = frozenset()  # a trace never makes a model compute attention eagerly
-
     def __init__(
         self,
         model: torch.nn.Module,

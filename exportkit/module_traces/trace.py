@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import uncompiled
-from exportkit.errors import DestinationError, InvalidRequestError, InvalidTypeError
+from exportkit.errors import DestinationError, InvalidRequestError, InvalidTypeError, require_module
 from exportkit.files import as_path
 from exportkit.module_traces.comparison import Comparison, compare_traces
 from exportkit.module_traces.files import INDEX, TENSORS, check_destination
@@ -122,15 +122,16 @@ def trace_model(
         >>> record.shape, trace.tensor(record).shape
         ((5, 3), torch.Size([5, 3]))
     """
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidTypeError("Only modules can be traced.", expected="torch.nn.Module", got=type(model).__name__)
+    require_module(model, "traced")
     model = uncompiled(model)  # the model inside a compiled one, which runs what was compiled
     selection = ValueSelection(model, values, every)
-    target = Path(tempfile.mkdtemp(prefix="exportkit-trace-") if folder is None else folder)
-    with recording(model, target, selection) as trace:
+    with contextlib.ExitStack() as stack:
         if folder is None:
-            weakref.finalize(trace, shutil.rmtree, target, ignore_errors=True)
-        yield trace
+            folder = tempfile.mkdtemp(prefix="exportkit-trace-")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with recording(model, Path(folder), selection) as trace:
+            weakref.finalize(trace, stack.pop_all().close)
+            yield trace
 
 
 @contextlib.contextmanager

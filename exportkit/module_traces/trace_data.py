@@ -11,7 +11,7 @@ import functools
 import json
 import mmap
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -110,6 +110,19 @@ class ModuleCall:
     other_outputs: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     thread: int = 0
+
+
+def calls_around(calls: Iterable[ModuleCall], known: Collection[int]) -> dict[int, int | None]:
+    """Returns the innermost of some calls inside which each call was made, or None, by index.
+
+    Args:
+        calls: The calls, in the order in which they began.
+        known: Indices of the calls in question.
+    """
+    found: dict[int, int | None] = {}
+    for call in calls:
+        found[call.index] = call.parent if call.parent is None or call.parent in known else found.get(call.parent)
+    return found
 
 
 class TraceData:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.memory import copies_on_write
+from exportkit._torch_compat.memory import protected_copy
 from exportkit.arguments.build import build_call
 from exportkit.arguments.table import growth_by_path
 from exportkit.calls.call import Call
@@ -22,8 +22,6 @@ from exportkit.plan.sizes import choose_sizes
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import EagerRunner
 from exportkit.trees import Growth, Tree, flatten, join
-
-_FEW_ELEMENTS = 2**16  # smaller tensors are copied: many share one memory, which copy-on-write would copy as a whole
 
 
 def recorded_arguments(observation: Observation, which: Any, flat: bool, as_args_kwargs: bool) -> Any:
@@ -69,8 +67,8 @@ def _protected(call: Call) -> dict[str, Tree]:
 def _own(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    (shared,) = copies_on_write([leaf]) if leaf.numel() > _FEW_ELEMENTS else (None,)
-    return leaf.clone() if shared is None else shared
+    copy = protected_copy(leaf)
+    return leaf.clone() if copy is None else copy
 
 
 def exportable_arguments(plan: Plan, observation: Observation, flat: bool, as_args_kwargs: bool) -> Any:

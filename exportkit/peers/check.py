@@ -18,7 +18,8 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
-from exportkit.errors import ArgumentError, ExportkitError, InvalidTypeError
+from exportkit.divergence.graph_run import read_onnx
+from exportkit.errors import ArgumentError, ExportkitError
 from exportkit.onnx_files.contract import input_names
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
@@ -167,16 +168,9 @@ def _session(onnx_model: Any) -> GraphSession:
     if isinstance(onnx_model, Session):
         return onnx_model
     if isinstance(onnx_model, str | os.PathLike):
-        return Session(Path(onnx_model))
-    if hasattr(onnx_model, "model_proto"):  # torch.onnx.ONNXProgram
-        return Session(onnx_model.model_proto.SerializeToString())
-    if hasattr(onnx_model, "SerializeToString"):
-        return Session(onnx_model.SerializeToString())
-    raise InvalidTypeError(
-        "Recorded calls can only be checked against an ONNX model.",
-        expected="a path, an onnx.ModelProto, a torch.onnx.ONNXProgram or an OnnxModel",
-        got=type(onnx_model).__name__,
-    )
+        return Session(Path(onnx_model))  # onnxruntime reads the weights itself
+    model, folder = read_onnx(onnx_model)
+    return Session(model.SerializeToString(), folder)
 
 
 def _paths_of_inputs(session: GraphSession, observation: Observation) -> dict[str, str]:

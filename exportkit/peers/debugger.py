@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from exportkit._torch_compat.memory import scientific_text
-from exportkit.errors import InvalidTypeError, TraceError
+from exportkit.errors import TraceError, require_module
 from exportkit.module_traces.measure import SAFETENSORS_DTYPES, decompose, named_in_torch
 from exportkit.module_traces.trace import ALL, ENDS, Trace, ValueSelection, recording
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
@@ -62,8 +62,7 @@ def model_addition_debugger_context(
         InvalidTypeError: if ``model`` is not a module.
         DestinationError: if the directory cannot be written.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidTypeError("Only modules can be debugged.", expected="torch.nn.Module", got=type(model).__name__)
+    require_module(model, "debugged")
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         with torch.no_grad():
             yield model

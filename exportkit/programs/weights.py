@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from exportkit._torch_compat.modules import buffer_table, parameter_table, wraps_tensors
 from exportkit._torch_compat.transformers import compute_buffers
-from exportkit.errors import DestinationError, InvalidRequestError
+from exportkit.errors import DestinationError, InvalidRequestError, nearest_text
 from exportkit.files import as_path
 from exportkit.plan.tables import first_of
 
@@ -130,11 +129,10 @@ def _require_values(model: torch.nn.Module, files: Mapping[str, Any]) -> None:
     lacking = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if not lacking:
         return
-    nearest = difflib.get_close_matches(lacking[0], list(files), n=3)
     raise InvalidRequestError(
         "The files lack weights of the model.",
         where=first_of(lacking, 3),
-        got=f"files with {len(files)} tensors; nearest to {lacking[0]!r}: {', '.join(nearest) or 'nothing similar'}",
+        got=f"files with {len(files)} tensors; nearest to {lacking[0]!r}: {nearest_text(lacking[0], files)}",
         hint="tensors that no file holds need values: create these modules outside of the meta device.",
     )
 

@@ -171,7 +171,7 @@ def export_page(folder: Path) -> str:
                 *_notes(programs, Split.from_json(manifest["split"]).text if "split" in manifest else None),
                 *[("", note) for note in edited],
             ],
-            attempts=manifest.get("attempts", []),
+            attempts=manifest["attempts"],
             timings=_timings(programs),
         )
 
@@ -237,7 +237,7 @@ def _steps(
     if proof is None:
         return [*steps, ExportStep("verify", "", "not verified")]
     rows = proof["rows"] if is_single else [row for program in programs for row in program.rows]
-    word = "measured" if proof.get("measured") else "proven"
+    word = "measured" if proof["measured"] else "proven"
     done = sum(row["status"] == word for row in rows)
     text = f"{done} of {count(len(rows), 'call')} {word}"
     return [*steps, ExportStep("verify", "good" if proof["ok"] else "bad", text, took.get("verify"))]

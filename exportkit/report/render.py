@@ -44,17 +44,24 @@ def seconds(value: float | None) -> str:
     """Formats a duration, such as ``1.2 s`` or ``35 ms``; a dash if it is unknown."""
     if value is None or math.isnan(value):
         return "–"
-    if value < 1:
+    if round(1000 * value) < 1000:
         return f"{1000 * value:.1f} ms" if value < 0.01 else f"{1000 * value:.0f} ms"
-    return f"{value:.1f} s" if value < 60 else f"{int(value // 60)} min {value % 60:.0f} s"
+    if round(value, 1) < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s"
 
 
 def size(value: float | None) -> str:
     """Formats a number of bytes, such as ``1.5 MB``; a dash if it is unknown."""
     if value is None:
         return "–"
-    power = min(int(math.log(value, 1000)), len(_SIZE_UNITS) - 1) if value >= 1 else 0
-    return f"{value / 1000**power:.{0 if power == 0 else 1}f} {_SIZE_UNITS[power]}"
+    digits = 0
+    for unit in _SIZE_UNITS[:-1]:
+        if round(value, digits) < 1000:
+            return f"{value:.{digits}f} {unit}"
+        value, digits = value / 1000, 1
+    return f"{value:.1f} {_SIZE_UNITS[-1]}"
 
 
 def difference(value: float | str | None) -> str:

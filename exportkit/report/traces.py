@@ -45,7 +45,8 @@ def trace_page(folder: Path) -> str:
     """Returns the page of a trace, with a row for each module call. The recording need not be complete.
 
     Raises:
-        TraceError: if the folder holds no trace, or the trace is damaged.
+        DestinationError: if the folder holds no trace.
+        TraceError: if the trace is damaged.
     """
     trace = Trace.load(folder)
     depths: dict[int, int] = {}
@@ -106,8 +107,7 @@ def _points(tensors: Sequence[TensorRow]) -> list[Point]:
     step = (_WIDTH - _LEFT - 10) / max(len(worst) - 1, 1)
     points = []
     for i, row in enumerate(worst.values()):
-        number = f" #{row.number}" if row.number else ""
-        text = f"{row.module or '(model)'}{number}: {difference(row.error)}, {row.verdict}"
+        text = f"{row.name}: {difference(row.error)}, {row.verdict}"
         points.append(Point(round(_LEFT + 5 + i * step, 1), _y(row.error), row.verdict, text))
     return points
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.memory import copies_on_write, version_of
+from exportkit._torch_compat.memory import FEW_ELEMENTS, protected_copy, version_of
 from exportkit._torch_compat.modules import buffer_table, module_table, parameter_table
 from exportkit.running.compare import same_value
 from exportkit.trees.caches import ATOMS
@@ -27,7 +27,6 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _CLOSED = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, enum.Enum)
 _MOST_OBJECTS = 1000  # an attribute can lead to the whole program
 _LONGEST = 1000  # a longer list holds data
-_FEW_ELEMENTS = 2**16  # larger tensors are copied only if they are written
 
 # A tensor with its path, its values if they can be kept, and how often it was written.
 _Tensor = tuple[str, torch.Tensor, torch.Tensor | None, int | None]
@@ -132,13 +131,12 @@ def _entries(table: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _kept(path: str, tensor: torch.Tensor) -> _Tensor:
-    values = tensor.detach().clone() if tensor.numel() <= _FEW_ELEMENTS else copies_on_write([tensor.detach()])[0]
-    return path, tensor, values, version_of(tensor)
+    return path, tensor, protected_copy(tensor.detach()), version_of(tensor)
 
 
 def _restore_tensors(tensors: Iterable[_Tensor]) -> None:
     for _, tensor, values, version in tensors:
-        if values is None or (version_of(tensor) == version is not None and tensor.numel() > _FEW_ELEMENTS):
+        if values is None or (version_of(tensor) == version is not None and tensor.numel() > FEW_ELEMENTS):
             continue  # kernels of batch norms write without counting it, but few elements
         if not same_value(tensor, values):
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():

@@ -212,6 +212,19 @@ class Interpreter(Expressions):
     _do_AsyncWith = _do_With
 
     def _do_Try(self, node: ast.Try, scope: Scope) -> _Exits:
+        try:
+            outcome = self._try_without_finally(node, scope)
+        except Skipped:
+            last = self.execute(node.finalbody, scope)
+            if last & _NEXT:
+                raise
+            return last
+        if not outcome & _NEXT and any(isinstance(part, ast.Yield) for part in ast.walk(node)):
+            return outcome  # `finally` is part of the teardown of a fixture
+        last = self.execute(node.finalbody, scope)
+        return outcome | last - _NEXT if last & _NEXT else last
+
+    def _try_without_finally(self, node: ast.Try, scope: Scope) -> _Exits:
         caught = (self.evaluate(handler.type, scope) if handler.type else _EVERYTHING for handler in node.handlers)
         handlers = [(handler, _exception_names(value)) for handler, value in zip(node.handlers, caught, strict=True)]
         missing = next((i for i, statement in enumerate(node.body) if self._fails_to_import(statement)), None)
@@ -226,7 +239,7 @@ class Interpreter(Expressions):
             handler = next((handler for handler, names in handlers if names & _CATCHES_IMPORT), None)
             return _LEAVE if handler is None else self.execute(handler.body, scope)
         if outcome & _NEXT:
-            outcome = outcome - _NEXT | self.execute([*node.orelse, *node.finalbody], scope)
+            outcome = outcome - _NEXT | self.execute(node.orelse, scope)
         imports = (ast.Import, ast.ImportFrom, ast.Pass)  # they succeeded
         constants = [s for s in node.body if isinstance(s, ast.Assign) and isinstance(s.value, ast.Constant)]
         for handler, _ in handlers if any(not isinstance(s, imports) and s not in constants for s in node.body) else ():

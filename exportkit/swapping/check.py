@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from exportkit.errors import InvalidTypeError, PatchError
+from exportkit.calls.call import given_arguments
+from exportkit.errors import PatchError, require_module
 from exportkit.overrides import ClassOf, replaced
 from exportkit.running.bounds import fixed_bound, same_kernels_tolerance
 from exportkit.running.compare import compare_tensors
@@ -53,13 +54,13 @@ def check_patch(
     Args:
         original: The original module.
         patched: A second module, or a class that is to replace the class of ``original``.
-        inputs: Arguments: a tuple, a dict by name, or a single tensor.
+        inputs: Arguments: a tuple of positional ones, a mapping of named ones, a pair of both, or a single tensor.
         rtol: Relative tolerance; if both are None, `torch.testing.assert_close` chooses by dtype.
         atol: Absolute tolerance.
 
     Raises:
         PatchError: if an output, the structure of the outputs or the signature of ``forward`` differs.
-        InvalidTypeError: if ``original`` is not a module.
+        InvalidTypeError: if ``original`` is not a module, or ``inputs`` are not arguments.
 
     Example:
         >>> class Same(torch.nn.Linear):
@@ -68,8 +69,7 @@ def check_patch(
         >>> check_patch(torch.nn.Linear(4, 2), Same, torch.ones(3, 4)).largest < 1e-5
         True
     """
-    if not isinstance(original, torch.nn.Module):
-        raise InvalidTypeError("Only modules can be checked.", expected="torch.nn.Module", got=type(original).__name__)
+    require_module(original, "checked")
     expected = _run(original, inputs)
     if not isinstance(patched, type):
         got = _run(patched, inputs)
@@ -96,9 +96,7 @@ def check_patch(
 
 def _run(module: Callable[..., Any], inputs: Any) -> Tree:
     """What a module returns for copies of the inputs; its buffers are restored."""
-    copies = flatten(inputs).map(_copied).build()
-    args = () if isinstance(copies, Mapping) else copies if isinstance(copies, tuple) else (copies,)
-    kwargs = copies if isinstance(copies, Mapping) else {}
+    args, kwargs = flatten(given_arguments(inputs)).map(_copied).build()
     buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
     before = [buffer.clone() for buffer in buffers]
     with torch.random.fork_rng(), torch.no_grad():

@@ -7,7 +7,6 @@ searched for in the name, or in the name with its module if the expression has a
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from exportkit.errors import InvalidRequestError, InvalidTypeError, PatchError
+from exportkit.errors import InvalidRequestError, InvalidTypeError, PatchError, nearest, nearest_text
 from exportkit.rewrites.table import BUILT_IN, Rewrite
 
 Key = str | re.Pattern[str]
@@ -95,7 +94,7 @@ def unregister_patch_mapping(keys: Iterable[Key]) -> None:
                 names = [entry.text for entry in _entries.values()]
                 raise InvalidRequestError(
                     f"Cannot unregister {key!r}: not found in monkey patch mapping cache.",
-                    hint=f"nearest: {', '.join(difflib.get_close_matches(str(key), names)) or 'nothing similar'}.",
+                    hint=f"nearest: {nearest_text(str(key), names)}.",
                 )
         for key in keys:
             _entries.pop(key, None)
@@ -126,10 +125,10 @@ def built_in_rewrites(names: Iterable[str]) -> list[Rewrite]:
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if name not in BUILT_IN:
-            near = difflib.get_close_matches(name, BUILT_IN, cutoff=0.3)
+            near = nearest_text(name, BUILT_IN, "; ")
             raise InvalidRequestError(
                 f"There is no built-in rewrite {name!r}.",
-                hint=f"nearest: {'; '.join(near) or 'nothing similar'}. get_patch_mapping(built_in=True) lists all.",
+                hint=f"nearest: {near}. get_patch_mapping(built_in=True) lists all.",
             )
         if BUILT_IN[name].adapt is not None:
             raise InvalidRequestError(
@@ -188,10 +187,10 @@ def _compiled(key: str) -> re.Pattern[str]:
     try:
         return re.compile(key)
     except re.error as error:
-        names = difflib.get_close_matches(re.sub(r"\W", "", key), _names_of_modules(), n=3, cutoff=0.5)
+        names = nearest_text(re.sub(r"\W", "", key), _names_of_modules())
         raise InvalidRequestError(
             f"The key {key!r} is neither the name of a class nor a regular expression: {error}.",
-            hint=f"nearest classes: {', '.join(names) or 'nothing similar'}.",
+            hint=f"nearest classes: {names}.",
         ) from error
 
 
@@ -267,7 +266,7 @@ def _differences(theirs: inspect.Signature, ours: inspect.Signature) -> list[str
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    found = nearest(name, names)
     return f" (nearest: {found[0]!r})" if found else ""
 
 

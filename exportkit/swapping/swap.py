@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.transformers import RECORDABLE_OUTPUTS, recordable_outputs
-from exportkit.errors import InvalidRequestError, InvalidTypeError, PatchError
+from exportkit.errors import InvalidRequestError, PatchError, require_module
 from exportkit.overrides import (
     Attribute,
     ChildOf,
@@ -49,8 +49,8 @@ class Swap:
         original: The class as it was.
         replacement: The class in its place.
         key: The key of the registry that matched.
-        how: "class" if a live module got another class, "rebuilt" if it was rebuilt by the replacement's
-            ``from_module``, "name" if a name of a Python module got another class.
+        how: "class" if the class of a live module was replaced, "rebuilt" if it was rebuilt by the replacement's
+            ``from_module``, "name" if a name in a Python module was given the replacement.
     """
 
     where: str
@@ -116,8 +116,8 @@ def apply_patches(model: torch.nn.Module | None = None, built_in: Iterable[str] 
         ['0']
         >>> clear_patch_mapping()
     """
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise InvalidTypeError("Only modules can be patched.", expected="torch.nn.Module", got=type(model).__name__)
+    if model is not None:
+        require_module(model, "patched")
     rewrites = built_in_rewrites(built_in)
     if rewrites and model is None:
         raise InvalidRequestError("A built-in rewrite needs the model that it is for.", expected="apply_patches(model)")
@@ -155,7 +155,7 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
             continue
         if "forward" in vars(module):
             raise PatchError(
-                f"{path or 'the model'} cannot be swapped: its forward of its own hides the forward of its class.",
+                f"{path or 'the model'} cannot be swapped: the instance's own `forward` hides that of its class.",
                 hint="leave the context that replaced it first.",
             )
         how = "rebuilt" if is_rebuilt(entry.replacement) else "class"

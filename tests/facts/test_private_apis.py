@@ -8,6 +8,15 @@ import torch
 from exportkit._torch_compat import require
 from exportkit._torch_compat.memory import StorageRef, memory_state, scientific_text
 from exportkit._torch_compat.modules import paths_of_modules, put_hooks_in_trace, take_hooks_in_trace
+from exportkit._torch_compat.onnx import (
+    exact_no_ops,
+    limits_kept,
+    limits_with_names,
+    quick_matches,
+    slices_kept,
+    tables_kept,
+    versions_inside,
+)
 from exportkit._torch_compat.pytree import deregister_node, key_name, register_node, registered_node, tree_leaves
 from exportkit._torch_compat.rounding import rounding_varied
 from exportkit._torch_compat.symbolic_shapes import input_axes, shape_guards, source_names, with_ranges
@@ -313,6 +322,17 @@ def test_what_is_exact_stays_exact_where_operators_round_differently():
     assert counts.tolist() == [21.0] * 5
     assert masks.tolist() == [[-torch.inf, 0.0], [0.0, -torch.inf]]
     assert not rounding.chooses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [exact_no_ops, limits_kept, limits_with_names, quick_matches, slices_kept, tables_kept, versions_inside],
+)
+def test_what_is_changed_in_the_translation_to_onnx_is_there(changes):
+    found = changes()
+
+    assert found
+    assert all(hasattr(owner, name) for owner, attributes in found for name in attributes)
 
 
 @pytest.mark.parametrize("largest", [True, False])

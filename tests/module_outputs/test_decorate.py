@@ -173,6 +173,15 @@ def test_attentions_ask_for_cross_attentions_too():
         assert_same(results[0][key], results[1][key])
 
 
+def test_attentions_ask_for_those_of_a_mask_decoder_too():
+    model, x = returning(lambda h: {"logits": h}, mask_decoder_attentions=OutputRecorder(Layer)), torch.ones(1, 4)
+
+    assert len(model(x, output_attentions=True)["mask_decoder_attentions"]) == 3
+    assert model(x).keys() == {"logits"}
+    model.config = SimpleNamespace(output_attentions=True)
+    assert len(model(x)["mask_decoder_attentions"]) == 3
+
+
 def test_cross_attentions_that_a_model_lacks_are_empty_unless_asked_for():
     model = returning(
         lambda h: {"logits": h}, attentions=OutputRecorder(Layer), cross_attentions=OutputRecorder(nn.Conv1d)

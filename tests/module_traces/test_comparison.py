@@ -235,6 +235,24 @@ def test_the_printed_form_names_module_error_and_place(tmp_path):
     assert lines[6].split()[-1] == "differs"
 
 
+def test_the_printed_place_is_that_of_the_printed_tensor():
+    class Two(nn.Module):
+        def __init__(self, small=0.0, large=0.0):
+            super().__init__()
+            self.small, self.large = small, large
+
+        def forward(self, input_ids):
+            one, two = torch.ones(4, 5), torch.ones(4, 5)
+            one[0, 0] += self.small
+            two[2, 3] += self.large
+            return one, two
+
+    found = traced(Two()).compare(traced(Two(0.1, 5.0)))
+
+    assert (found.first.tensor, found.first.index) == ("outputs[1]", (2, 3))
+    assert "5 at most at [2, 3]" in str(found).splitlines()[2]
+
+
 def test_json_holds_everything_and_is_valid():
     wrong = Model()
     wrong.head.bias.data[0] = float("nan")

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import tempfile
 from collections import UserDict
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 from exportkit import Trace, trace_model
 from exportkit.errors import DestinationError, InvalidRequestError, InvalidTypeError, TraceError
+from exportkit.module_traces import files
 from tests.models import (
     AddsInPlace,
     Classifier,
@@ -265,6 +267,17 @@ def test_other_files_are_not_written_over(tmp_path):
     with pytest.raises(DestinationError, match="cannot be written over other files"), trace_model(Stack(1), tmp_path):
         raise AssertionError
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_recording_that_cannot_begin_leaves_no_folder(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "_new_file", full)
+    with pytest.raises(DestinationError, match="No space left"), trace_model(Stack(1)):
+        raise AssertionError
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_trace_is_replaced(tmp_path):

@@ -67,7 +67,7 @@ def test_onnx_model_may_be_given_in_several_forms(tmp_path):
     onnx.save(ADD, path)
     observer = _observed_add()
 
-    for form in (path, str(path), ADD):
+    for form in (path, str(path), ADD, ADD.SerializeToString()):
         assert all(row["SUCCESS"] for row in observer.check_discrepancies(form))
 
 
@@ -82,7 +82,7 @@ def test_onnx_program_of_torch_is_taken():
 
 @pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(1, 1)])
 def test_what_is_no_onnx_model_is_refused(model):
-    with pytest.raises(InvalidTypeError, match="only be checked against an ONNX model"):
+    with pytest.raises(InvalidTypeError, match="Not an ONNX model"):
         _observed_add().check_discrepancies(model)
 
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 import exportkit
 from exportkit import cli
-from exportkit.errors import TraceError
+from exportkit.errors import DestinationError, TraceError
 from exportkit.report.export import export_page
 from exportkit.report.traces import comparison_page, trace_page
 from tests.programs.test_several import OtherStart
@@ -59,6 +59,11 @@ def test_command_writes_the_page_of_a_trace(tmp_path):
 def test_damaged_trace_is_refused(tmp_path):
     (tmp_path / "calls.jsonl").write_text("nothing\n")
     with pytest.raises(TraceError):
+        trace_page(tmp_path)
+
+
+def test_folder_without_a_trace_is_refused(tmp_path):
+    with pytest.raises(DestinationError, match="No trace was found"):
         trace_page(tmp_path)
 
 

@@ -1,5 +1,7 @@
 """What a scan by regular expressions misses or takes for a skip wrongly: a test for each."""
 
+import textwrap
+
 import pytest
 
 
@@ -51,6 +53,40 @@ def test_a_skip_in_the_body(verdicts, statement):
                 {statement}
     """
     assert verdicts(source) == {"A::test_a": "skipped: x"}
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict"),
+    [
+        ("try:\n    return\nfinally:\n    pytest.skip('x')", "skipped: x"),
+        ("try:\n    pytest.skip('x')\nfinally:\n    return", "ran"),
+        ("try:\n    pytest.skip('x')\nfinally:\n    print()", "skipped: x"),
+        ("try:\n    import not_there\nfinally:\n    pytest.skip('x')", "skipped: x"),
+        (
+            "try:\n    import not_there\nexcept ImportError:\n    pass\nfinally:\n    known = True\n"
+            "if known:\n    pytest.skip('x')",
+            "skipped: x",
+        ),
+        ("try:\n    if poll():\n        return\nfinally:\n    print()\npytest.skip('x')", [("x", "not (poll())")]),
+    ],
+)
+def test_finally_is_followed_however_the_statement_is_left(verdicts, body, verdict):
+    source = "import pytest\nfrom elsewhere import poll\ndef test_a():\n" + textwrap.indent(body, "    ")
+    assert verdicts(source) == {"test_a": verdict}
+
+
+def test_finally_after_a_yield_belongs_to_the_teardown_of_a_fixture(verdicts):
+    source = """
+        import pytest
+        @pytest.fixture
+        def value():
+            try:
+                yield 1
+            finally:
+                pytest.skip("after the test")
+        def test_a(value): ...
+    """
+    assert verdicts(source) == {"test_a": "ran"}
 
 
 @pytest.mark.parametrize(

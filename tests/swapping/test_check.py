@@ -38,7 +38,16 @@ class OtherSignature(Layer):
         return super().forward(y)
 
 
-@pytest.mark.parametrize("inputs", [torch.randn(3, 4), (torch.randn(3, 4),), {"x": torch.randn(3, 4)}])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.randn(3, 4),
+        (torch.randn(3, 4),),
+        [torch.randn(3, 4)],
+        {"x": torch.randn(3, 4)},
+        ((torch.randn(3, 4),), {"other": None}),
+    ],
+)
 def test_equal_modules_are_equal(inputs):
     layer = Layer(4, 2)
     checked = check_patch(layer, ByHand, inputs)

@@ -188,7 +188,7 @@ def test_a_module_whose_forward_is_replaced_on_the_instance_is_refused():
     model = stack()
     model[1].forward = lambda hidden: hidden
     register_patch_mapping({"Layer": Negative})
-    with pytest.raises(PatchError, match="forward of its own"), apply_patches(model):
+    with pytest.raises(PatchError, match="`forward` hides that of its class"), apply_patches(model):
         pass
     assert type(model[0]) is Layer
 
