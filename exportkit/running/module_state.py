@@ -1,5 +1,7 @@
 """What modules hold besides parameters: attributes, buffers, and what containers and objects in them hold.
 
+Plain values that code sets on the classes of the modules, such as counters, are looked at as well.
+
 exportkit runs and traces models of users, who expect to find them as they were.
 """
 
@@ -25,6 +27,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of every module: 
 _NOT_LOOKED_INTO = ATOMS | {torch.nn.Parameter}
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _CLOSED = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, enum.Enum)
+_LIBRARIES = ("torch.", "builtins", "typing", "abc")  # whose classes are not looked at
 _MOST_OBJECTS = 1000  # an attribute can lead to the whole program
 _LONGEST = 1000  # a longer list holds data
 
@@ -55,6 +58,8 @@ class ModuleState:
         self._tensors: list[_Tensor] = []
         self._seen = set[int]()
         self._waiting = deque[tuple[str, Any]]()
+        classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
+        self._classes = [(cls, _plain_values(cls)) for cls in classes if not cls.__module__.startswith(_LIBRARIES)]
         for path, module in model.named_modules():
             for table in (vars(module), buffer_table(module), parameter_table(module)):
                 if isinstance(table, dict):  # a scripted module shows its buffers otherwise
@@ -105,6 +110,9 @@ class ModuleState:
                     is_kept = is_kept and value is before[key]
                 if key not in _OF_MODULES and not is_kept:
                     found[path_of((key,), path) if isinstance(table, dict) else path] = None
+        for cls, values in self._classes:
+            now = _plain_values(cls)
+            found |= {f"{cls.__name__}.{name}": None for name in now.keys() | values if _differ(now, values, name)}
         for path, tensor, values, version in self._tensors:
             is_written = or_written and version_of(tensor) != version
             if is_written or (values is not None and not same_value(tensor, values)):
@@ -117,7 +125,19 @@ class ModuleState:
             if not _holds_the_same(table, entries):
                 table.clear()
                 (table.extend if isinstance(table, list | deque) else table.update)(entries)
+        for cls, values in self._classes:
+            now = _plain_values(cls)
+            for name in [name for name in now.keys() | values if _differ(now, values, name)]:
+                setattr(cls, name, values[name]) if name in values else delattr(cls, name)
         _restore_tensors(self._tensors)
+
+
+def _plain_values(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if type(value) in ATOMS}
+
+
+def _differ(now: dict[str, Any], before: dict[str, Any], name: str) -> bool:
+    return name not in now or name not in before or not same_value(now[name], before[name])
 
 
 def _holds_the_same(table: Any, entries: Any) -> bool:

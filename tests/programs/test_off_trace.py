@@ -135,6 +135,21 @@ class Clamped(torch.nn.Module):
         return {"images": [image.clamp(0, 1) for image in images], "sums": torch.cat(images).sum(-1)}
 
 
+class Identical(torch.nn.Module):
+    def forward(self, x, y):
+        return x * 2 if x is y else x * 3
+
+
+class Conjugate(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.is_conj() else x * 3
+
+
+class Negative(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.is_neg() else x * 3
+
+
 class OwnLog(torch.nn.Module):
     def forward(self, x):
         self.log = {}
@@ -147,6 +162,11 @@ def ids(*shape):
     return torch.randint(8, 50, shape)
 
 
+def waves(*shape):
+    return torch.randn(*shape, dtype=torch.complex64)
+
+
+TWICE = (R(2, 4),) * 2
 WITHOUT = [(R(6, 4), R(3, 2)), (R(9, 5),), (R(7, 6), R(5, 2))]
 # The model, its recorded calls, and calls that it answers in another way.
 CASES = [
@@ -169,6 +189,9 @@ CASES = [
     (Joined, [(OrderedDict(a=R(2, 4), b=R(2, 4)),)], [(OrderedDict(b=R(2, 4), a=R(2, 4)),)]),
     (ManyImages, [([R(2, 4), R(3, 4)],), ([R(2, 4)],), ([R(2, 4), R(5, 4), R(1, 4)],)], [([R(2, 4)] * 5,)]),
     (Clamped, [([R(2, 4), R(3, 4)],), ([R(2, 4)],)], [([R(2, 4) * 5, R(2, 4) * 5],)]),
+    (Identical, [(R(2, 4), R(2, 4)), (R(3, 4), R(3, 4))], [TWICE]),
+    (Conjugate, [(waves(2, 4),), (waves(3, 4),)], [(waves(2, 4).conj(),)]),
+    (Negative, [(R(2, 4),), (R(3, 4),)], [(waves(2, 4).conj().imag,)]),
     (OwnLog, [(R(2, 4),), (R(3, 6),)], [(R(2, 300),)]),
 ]
 
@@ -241,6 +264,22 @@ def test_a_state_that_no_recorded_call_shows_is_an_error(cls):
     model = cls()
     with pytest.raises(ExportError, match="state that it keeps"):
         exportkit.export(model, observed(model, [(R(2, 4),), (R(3, 4),)]))
+
+
+class CountsOnItsClass(torch.nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return x * 2
+
+
+def test_values_on_classes_are_restored_and_reported():
+    model = CountsOnItsClass()
+    observer = observed(model, [(R(2, 4),), (R(3, 4),)])
+    findings = exportkit.export(model, observer).plan.findings
+    assert [finding.where for finding in findings if finding.kind == "state"] == ["CountsOnItsClass.calls"]
+    assert CountsOnItsClass.calls == 2
 
 
 class ClampsInPlace(torch.nn.Module):
