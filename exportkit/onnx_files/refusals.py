@@ -51,6 +51,8 @@ _INDEXED = {
 # Operators whose results are never negative, those whose second result is not, and those that pass on their input.
 _COUNTS = {"argmax", "argmin", "argsort", "bucketize", "nonzero", "searchsorted"}
 _COUNTS_SECOND = {"kthvalue", "max", "median", "min", "sort", "topk"}
+# Operators that raise where no element is left to reduce.
+_LARGEST = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "median", "min", "nanmedian")
 _LEAVE_OUT = ("corrcoef", "cov", "squeeze")  # operators that leave out axes of one element
 _PASS_ON = {
     "_to_copy", "alias", "chunk", "clone", "contiguous", "detach", "detach_", "expand", "lift_fresh_copy", "permute",
@@ -169,6 +171,18 @@ def _keeps_axes(name: str) -> Callable[[Mapping[str, Any]], torch.Tensor]:
     return holds
 
 
+def _reduced_counts(given: Mapping[str, Any], shape: torch.Size) -> list[int]:
+    """The axes that an operator reduces, and whose size is a count."""
+    dim = given.get("dim")
+    axes = range(len(shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    return [axis for axis in axes if is_counted(shape[axis])]
+
+
+def _has_elements(given: Mapping[str, Any]) -> torch.Tensor:
+    values = given["self"]
+    return torch.stack([_count(values, axis) != 0 for axis in _reduced_counts(given, values.shape)]).all()
+
+
 def _is_solved(matrices: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Numbers, for matrices of numbers; a matrix that has no inverse, or no root, leads to others."""
     return (result - result == 0).all() | (matrices - matrices != 0).any()
@@ -191,6 +205,7 @@ _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
         lambda given: _all_within(given["indices"], 0, math.prod(given["output_size"])),
     ),
     **{name: _keeps_axes(name) for name in _LEAVE_OUT},
+    **dict.fromkeys(_LARGEST, _has_elements),
     **dict.fromkeys(["quantile", "nanquantile"], lambda given: _are_probabilities(given["q"])),
     "repeat_interleave": lambda given: (given["repeats"] >= 0).all(),
     **dict.fromkeys(
@@ -282,6 +297,8 @@ def _refuses(node: torch.fx.Node) -> bool:
     given = arguments_of(node)
     if name in _LEAVE_OUT:
         return bool(_counted_axes(name, given, given["self"].meta["val"].shape))
+    if name in _LARGEST:
+        return "other" not in given and bool(_reduced_counts(given, given["self"].meta["val"].shape))
     if name == "histc":
         return bool(given["min"] == given["max"])  # the limits are those of the values
     if name == "one_hot":

@@ -269,3 +269,22 @@ def test_saved_program_raises_as_well(tmp_path):
     assert program(X(4, 4), ROWS(4))[0].shape == (4, 4)
     with pytest.raises(RuntimeError):
         program(X(4, 4), ROWS(4) + 3)
+
+
+class LargestOfSelected(torch.nn.Module):
+    def forward(self, x):
+        selected = x[x[:, 0] > 0.5]
+        return selected.amax(0), selected.max(0).indices, selected.argmin(), selected.argmax(1).sum()
+
+
+def test_a_graph_fails_where_no_element_is_left_to_reduce(tmp_path):
+    model, observer = LargestOfSelected(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.rand(20, 4))
+        model(torch.rand(30, 4))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    x = torch.rand(3, 4) / 4 + torch.eye(3, 4)
+    assert [torch.equal(*pair) for pair in zip(graph(x), model(x), strict=True)] == [True] * 4
+    with pytest.raises(exportkit.errors.RuntimeFailure):
+        graph(torch.rand(3, 4) / 4)
