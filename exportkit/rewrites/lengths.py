@@ -177,7 +177,8 @@ def _reduced(name: str, items: SymbolicList, start: Any = 0) -> Any:
     if name != "sum" and whole.ndim > 1:
         raise TypeError("the elements are compared, and have several numbers each")
     found: Any = getattr(whole, name)() if whole.ndim == 1 else whole.sum(0)
-    found = found.to(whole.dtype) if name == "sum" and whole.dtype is not torch.bool else found
+    if name == "sum" and whole.dtype is not torch.bool and not items.holds_numbers:
+        found = found.to(whole.dtype)
     found = found.item() if items.holds_numbers else found
     return found if isinstance(start, int) and start == 0 else start + found
 

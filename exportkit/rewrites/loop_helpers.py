@@ -111,7 +111,7 @@ class Helpers:
 
     @staticmethod
     def _of_range(start: Any, stop: Any, step: int) -> Steps:
-        least, most = (start, stop - 1) if step > 0 else (stop - start % -step, start)  # not below the last one
+        least, most = (start, stop - 1) if step > 0 else (stop + 1, start)
 
         def given(element: torch.Tensor, iteration: Iteration) -> Position:
             first = least + step if iteration.is_later and step > 0 else least
@@ -225,12 +225,28 @@ class Helpers:
     def tolist(value: Any) -> Any:
         """Returns what a loop runs over in place of ``value.tolist()``: a tensor, if its length is symbolic."""
         is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])
-        return value if is_symbolic else value.tolist()
+        return _read(value) if is_symbolic else value.tolist()
 
     @staticmethod
     def number(value: Any) -> Any:
         """Returns a tensor without axes in place of ``value.item()``."""
-        return value.reshape(()) if isinstance(value, torch.Tensor) else value.item()
+        return _read(value.reshape(())) if isinstance(value, torch.Tensor) else value.item()
+
+    @staticmethod
+    def wide(value: Any, is_compared: bool, is_float: bool) -> Any:
+        """Returns a number that was read from a tensor with the range, or the precision, that it has in Python.
+
+        Args:
+            value: The number, which Python computes with.
+            is_compared: Whether a comparison depends on it, so that its rounding matters.
+            is_float: Whether it becomes a float.
+        """
+        value = plain(value)
+        if not isinstance(value, torch.Tensor) or value.ndim or value.is_complex():
+            return value
+        if is_compared and (is_float or value.is_floating_point()):
+            return value.to(torch.float64)
+        return value.to(torch.int64) if value.dtype is torch.bool else value
 
     @staticmethod
     def view(value: Any, name: str) -> Any:
@@ -345,6 +361,12 @@ def _arguments_of(owner: Any, args: tuple[Any, ...], options: dict[str, Any], **
     given = dict(zip(names, args, strict=False)) | options
     given |= {name: options[f"{name}_or_sections"] for name in names if f"{name}_or_sections" in options}
     return [tensor, *({**names, **given}[name] for name in names)]
+
+
+def _read(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers that are read from a tensor: ints of Python do not wrap."""
+    is_int = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool)
+    return numbers.to(torch.int64) if is_int else numbers
 
 
 def _functions(cls: type, name: str) -> list[types.FunctionType]:

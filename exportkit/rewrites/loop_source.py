@@ -143,7 +143,7 @@ def _with_body(
     targets = names_in(loop.target)
     is_first_apart = _decides_by(targets, loop)
     kept = {*names} - rebound(node) - (rebound(loop) & plain.places.keys())
-    statements = body_statements(loop.body, added, targets, {*names})
+    statements = body_statements(loop, added, {*names})
     function = ast.FunctionDef(
         body,
         _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element"), ast.arg(IS_IDLE)]),

@@ -496,6 +496,78 @@ def test_a_part_of_a_row_is_set_to_as_many_values_or_the_call_is_refused(tmp_pat
             torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
 
 
+def of_levels(self, x, levels):
+    found = []
+    for i in range(levels.shape[0]):
+        level = levels[i].item()
+        found.append(x[i] * (level * 2) + x[0] * (levels[i].item() - 128))
+    return torch.stack(found), torch.stack([x[0] * (level * level) for level in levels.tolist()])
+
+
+def of_flags(self, x, flags):
+    seen, found = flags > 20, []
+    for i in range(len(x)):
+        is_seen = seen[i].item()
+        found.append(x[i] * (is_seen + seen[0].item()) + (1 if is_seen else 0))
+    return torch.stack(found)
+
+
+def of_thresholds(self, x, levels):
+    found, thirds = [], [x[0] * (level / 3 > 5592405.5) for level in levels.int().tolist()]
+    for i, level in enumerate(levels.tolist()):
+        found.append(x[i] * (1.0 if level == 0.1 else 2.0 if level > 0.3 else 3.0))
+    return torch.stack(found), torch.stack(thirds)
+
+
+READ = {
+    of_levels: (torch.uint8, [[200, 250, 3, 255], [130]]),
+    of_flags: (torch.int32, [[40, 40, 1], [1, 2, 40]]),
+    of_thresholds: (torch.float32, [[0.1, 0.2, 0.3], [16777218.0, 0.30000001, 16777216.0, 16777220.0]]),
+}
+
+
+@pytest.mark.parametrize("function", READ)
+def test_numbers_that_a_loop_reads_neither_wrap_nor_are_rounded(function, tmp_path):
+    dtype, others = READ[function]
+    model, observer = Looping(function).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(5, 4), torch.tensor([1, 19, 30, 2, 4]).to(dtype))
+        model(torch.randn(7, 4), torch.tensor([30, 5, 6, 1, 2, 40, 7]).to(dtype))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for values in others:
+        x, numbers = torch.randn(len(values), 4), torch.tensor(values).to(dtype)
+        torch.testing.assert_close(graph(x, numbers), model(x, numbers), atol=1e-5, rtol=1e-4)
+
+
+def places_of_the_largest(self, x, lengths):
+    found = []
+    for i, length in enumerate(lengths):
+        largest = x[i, length - 1 :].max(0)
+        found.append(largest.values + largest.indices)
+    return torch.stack(found), torch.stack(
+        [row[length - 1 :].max(0).indices for row, length in zip(x, lengths, strict=True)]
+    )
+
+
+def test_places_in_a_slice_count_from_its_start(tmp_path):
+    model, graph = exported_rows(places_of_the_largest, tmp_path)
+    for x in (torch.randn(3, 9, 4), torch.full((3, 9, 4), -math.inf), torch.full((3, 9, 4), math.nan)):
+        lengths = torch.tensor([2, 9, 1])
+        torch.testing.assert_close(graph(x, lengths), model(x, lengths), equal_nan=True)
+
+
+def test_means_of_slices_in_half_precision_do_not_overflow(tmp_path):
+    model, observer = Looping(mean_of_each_row).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.rand(2, 5, 4).half(), torch.tensor([5, 3]))
+        model(torch.rand(3, 8, 4).half(), torch.tensor([4, 8, 1]))
+    exported = exportkit.export(model, observer)
+    x, lengths = torch.full((2, 600, 4), 200.0).half(), torch.tensor([600, 500])
+    want = model(x, lengths)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(args_0=x, args_1=lengths), want)
+
+
 def padded_and_joined(self, x, lengths):
     padded = [self.layer(x[i, :length]) for i, length in enumerate(lengths)]
     seen = torch.arange(x.shape[1]) < lengths[:, None]
