@@ -25,6 +25,7 @@ from exportkit.rewrites.loop_syntax import (
     call,
     is_in_place,
     names_in,
+    rebound,
     tuple_of,
     variable,
     variables,
@@ -162,7 +163,7 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
         assigned(numbers, ast.Subscript(variable(before), ast.Slice(ast.Constant(len(older))), ast.Load())),
     ]
     again = ast.If(variable(test), changed.body, changed.orelse)
-    in_place = [name for name in older if name not in _rebound(original)]
+    in_place = [name for name in older if name not in rebound(original)]
     return [
         assigned(test, call("truth", changed.test)),
         assigned(before, variables(saved)),
@@ -175,13 +176,6 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
             if name in in_place
         ],
     ]
-
-
-def _rebound(decision: ast.If) -> set[str]:
-    """The names to which a decision assigns something else, besides changing what they stand for (``x[0] = 1``)."""
-    changing = [node.target for node in ast.walk(decision) if isinstance(node, ast.AugAssign)]
-    stores = [node for node in ast.walk(decision) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    return {node.id for node in stores if node not in changing}
 
 
 def _is_plain(node: ast.stmt) -> bool:

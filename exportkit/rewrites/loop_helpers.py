@@ -47,6 +47,7 @@ from exportkit.rewrites.loop_lists import (
     steps_of_parts,
     until,
 )
+from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.loop_runs import run
 from exportkit.rewrites.symbolic_lists import Parts, SymbolicList
 
@@ -342,6 +343,11 @@ class Helpers:
         return getattr(owner, name, None)
 
     @staticmethod
+    def refuse(reason: str) -> None:
+        """Raises an error."""
+        raise TypeError(reason)
+
+    @staticmethod
     def counted(start: Any, stop: Any, step: Any) -> Any:
         """Returns what the counter of a loop is after it."""
         if abs(step) == 1:
@@ -370,15 +376,15 @@ def _read(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _functions(cls: type, name: str) -> list[types.FunctionType]:
-    """The method of this name, or what a property calls."""
-    found = getattr(cls, name, None)
-    found = found.fget if isinstance(found, property) else found
-    return [found] if isinstance(found, types.FunctionType) else []
+    """The methods of this name in a class and its bases, or what a property calls; those of bases for ``super()``."""
+    held = [vars(each)[name] for each in cls.__mro__ if name in vars(each)]
+    found = [each.fget if isinstance(each, property) else each for each in held]
+    return [each for each in found if isinstance(each, types.FunctionType)]
 
 
 def _mentions(function: types.FunctionType, cls: type, name: str, seen: set[str]) -> bool:
     """Whether a method, or one that it calls, uses an attribute."""
-    names = {*function.__code__.co_names} - seen
+    names = names_of_code(function.__code__) - seen
     seen |= names
     return name in names or any(
         _mentions(each, cls, name, seen) for called in names for each in _functions(cls, called)

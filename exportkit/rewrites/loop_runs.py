@@ -23,6 +23,7 @@ from exportkit.rewrites.lengths import own_types
 from exportkit.rewrites.loop_choices import CAUGHT, checked
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
 from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, lists_of
+from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.model_code import may_be_caught
 from exportkit.rewrites.symbolic_lists import Parts, Repeated, SymbolicList
 
@@ -55,7 +56,8 @@ def run(
         body = without_aliases(body)
         if may_be_caught(sys._getframe(1)):
             caught = CAUGHT
-            if any(map(_has_checks, body.__code__.co_consts)):  # an inner loop, which cannot ask
+            inner = [code for code in body.__code__.co_consts if isinstance(code, types.CodeType)]
+            if any(checked.__name__ in names_of_code(code) for code in inner):  # an inner loop, which cannot ask
                 raise TypeError(CAUGHT)
     values, begun = [_opened(value) for value in carried], None
     # what is None, or not there, becomes a tensor in the first iteration
@@ -71,13 +73,6 @@ def run(
         last, outputs = _in_two_passes(steps, iterations)
     pairs = zip(carried, last, changed, strict=True)
     return tuple([_closed(*each) for each in pairs]), tuple(lists_of(lists, outputs, in_front))
-
-
-def _has_checks(code: Any) -> bool:
-    """Whether code, or a function inside of it, checks values of tensors."""
-    if not isinstance(code, types.CodeType):
-        return False
-    return checked.__name__ in code.co_names or any(map(_has_checks, code.co_consts))
 
 
 def _first_iteration(

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import appended, obstacle, rebound
+from exportkit.rewrites.loop_bodies import appended, obstacle, other_reference
 from exportkit.rewrites.loop_choices import NOTHING
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
@@ -21,6 +21,7 @@ from exportkit.rewrites.loop_syntax import (
     call,
     helper,
     names_in,
+    rebound,
     tuple_of,
     variable,
     variables,
@@ -88,8 +89,10 @@ class _Loops(ast.NodeTransformer):
         plain = plain_loop(node, number)
         lists = {} if plain is None else appended(plain.loop)
         is_simple = plain is not None and obstacle(plain.loop, lists) is None
-        names = []
+        names, reason = [], None
         if plain is not None and is_simple:
+            added = {*lists, *plain.elements, *[bunched.name for bunched in plain.bunched]}
+            reason = other_reference(self._definition, original, self._around, added)
             keep_targets(plain, read_after(self._definition.body, original) or set(), number)
             needed = {*plain.places, *plain.targets.values(), *[each.count for each in plain.elements.values()]}
             needed |= {plain.counter} if plain.counter else set()
@@ -102,7 +105,7 @@ class _Loops(ast.NodeTransformer):
         if plain is None or not is_simple:
             return node
         self.found += 1
-        new = _with_body(node, plain, number, names, lists)
+        new = _with_body(node, plain, number, names, lists, reason)
         return [ast.fix_missing_locations(ast.copy_location(statement, node)) for statement in new]
 
     visit_While = visit_For
@@ -122,7 +125,12 @@ class _Loops(ast.NodeTransformer):
 
 
 def _with_body(
-    node: ast.For | ast.While, plain: PlainLoop, number: int, names: list[str], appended: dict[str, ast.Expr]
+    node: ast.For | ast.While,
+    plain: PlainLoop,
+    number: int,
+    names: list[str],
+    appended: dict[str, ast.Expr],
+    reason: str | None,
 ) -> list[ast.stmt]:
     """The statements in place of a loop: a function with its body and a call, and the loop for other lengths.
 
@@ -132,6 +140,7 @@ def _with_body(
         number: Makes the new names unique.
         names: The names that an iteration leaves to the next one, or to the code after the loop.
         appended: The statements that add an element to a list in every iteration, by the list's name.
+        reason: Why the loop raises where it runs over a length; None if it does not.
     """
     loop, lists = plain.loop, [*appended]
     steps, body = f"{_STEPS}_{number}", f"{_BODY}_{number}"
@@ -142,7 +151,7 @@ def _with_body(
     added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
     targets = names_in(loop.target)
     is_first_apart = _decides_by(targets, loop)
-    kept = {*names} - rebound(node) - (rebound(loop) & plain.places.keys())
+    kept = {*names} - rebound(*node.body) - (rebound(*loop.body) & plain.places.keys())
     statements = body_statements(loop, added, {*names})
     function = ast.FunctionDef(
         body,
@@ -171,6 +180,8 @@ def _with_body(
     after = ast.Tuple([variables(names, ast.Store()), variables(lists, ast.Store())], ast.Store())
     iterated, ends_early = _Iterated().visit(loop.iter), ast.Constant(plain.flag is not None)
     symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop, steps)]
+    if reason is not None:
+        symbolic = [ast.Expr(call("refuse", ast.Constant(reason)))]
     return [
         assigned(steps, call("steps", iterated, ends_early)),
         ast.If(call("is_symbolic", variable(steps)), symbolic, [again]),

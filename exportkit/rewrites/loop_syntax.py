@@ -85,6 +85,14 @@ def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context
     return {name.id for name in names if isinstance(name.ctx, context)}
 
 
+def rebound(*nodes: ast.AST) -> set[str]:
+    """Returns the names that some nodes set as such: ``x[0] = 1`` and ``x += 1`` may change what a name stands for."""
+    found = [each for node in nodes for each in ast.walk(node)]
+    changing = {id(each.target) for each in found if isinstance(each, ast.AugAssign)}
+    names = [each for each in found if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    return {name.id for name in names if id(name) not in changing}
+
+
 def walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
     """Yields all nodes in some statements."""
     for statement in statements:

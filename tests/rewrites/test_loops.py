@@ -30,6 +30,9 @@ class Looping(torch.nn.Module):
     def forward(self, *args):
         return self.function(self, *args)
 
+    def of_its_base(self, x):
+        return x + self.last
+
 
 class OfClass(Looping):
     """Calls a method of its class."""
@@ -39,6 +42,16 @@ class OfClass(Looping):
 
     def of_a_method(self, x):
         return self.layer(x) + self.last
+
+    def of_a_lambda(self, x):
+        return (lambda factor: self.last * factor)(0.5) + x  # noqa: PLC3002 (as models have it)
+
+    def of_its_base(self, x):
+        return super().of_its_base(x) * 0.5
+
+    def collect(self, x, states):
+        for t in range(x.shape[1]):
+            states.append(self.layer(x[:, t]))
 
 
 def looping(function, is_method=True):
@@ -717,6 +730,21 @@ def with_the_first_iteration_apart(self, x):
     return torch.stack(outputs, 1), torch.stack(differences, 1), state * i
 
 
+def from_the_end(self, x):
+    state = total = self.layer(x[:, 0])
+    parts, last = [], []
+    for i in range(x.shape[1] - 1, -1, -1):
+        state = torch.tanh(self.layer(x[:, i : i + 1]) + state[:, None])[:, 0]
+        parts.append(state)
+    for i in range(1, x.shape[1] + 1):
+        last.append(torch.add(x[:, -i], state))
+        total += x[:, -i]
+    first = total
+    for row in x.unbind(1):
+        total += row
+    return torch.stack(parts, 1), torch.stack(last, 1), total - first
+
+
 def from_the_second_on(self, x):
     rows = torch.zeros(1, 4)
     best = x[:, 0] + torch.Tensor(rows)
@@ -760,6 +788,7 @@ def with_recurrent_layers(self, x):
         with_recurrent_layers,
         with_the_first_iteration_apart,
         from_the_second_on,
+        from_the_end,
     ],
 )
 def test_state_in_other_places_is_carried_at_any_length(function, tmp_path):
@@ -871,6 +900,73 @@ def that_sets_an_attribute_that_a_method_uses(self, x):
     return self.last
 
 
+def that_sets_an_attribute_that_a_lambda_uses(self, x):
+    self.last = x[:, 0]
+    for i in range(x.shape[1]):
+        self.last = torch.tanh(self.of_a_lambda(x[:, i]))
+    return self.last
+
+
+def that_sets_an_attribute_that_a_base_class_uses(self, x):
+    self.last = x[:, 0]
+    for i in range(x.shape[1]):
+        self.last = torch.tanh(self.of_its_base(x[:, i]))
+    return self.last
+
+
+def that_sets_what_a_function_reads(self, x):
+    state = x[:, 0]
+
+    def step(value):
+        return torch.tanh(self.layer(value) + state)
+
+    for i in range(x.shape[1]):
+        state = step(x[:, i])
+    return state
+
+
+def that_sets_what_a_lambda_reads(self, x):
+    state, states = x[:, 0], []
+    mixed = lambda value: value + state  # noqa: E731 (as models have it)
+    for i in range(x.shape[1]):
+        state = self.layer(x[:, i])
+        states.append(mixed(x[:, i]))
+    return torch.stack(states, 1)
+
+
+def that_sets_what_a_function_reads_later(self, x):
+    last = x[:, 0]
+
+    def doubled():
+        return last * 2
+
+    for i in range(x.shape[1]):
+        last = self.layer(x[:, i])
+    return doubled()
+
+
+def that_fills_a_list_of_the_caller(self, x):
+    states = []
+    self.collect(x, states)
+    return torch.stack(states, 1)
+
+
+def that_fills_a_list_with_two_names(self, x):
+    found = {"steps": []}
+    steps = found["steps"]
+    for i in range(x.shape[1]):
+        steps.append(self.layer(x[:, i]))
+    return x.sum(1) + len(found["steps"])
+
+
+def that_changes_what_it_has_appended(self, x):
+    state, states = torch.ones(4), []
+    for i in range(x.shape[1]):
+        states.append(state)
+        state.mul_(x[0, i])
+    return torch.stack(states)
+
+
 def that_changes_a_view(self, x):
     x = x.clone()
     for i in range(x.shape[1]):
@@ -935,6 +1031,19 @@ REFUSED = {
         "the attribute last, which of_a_method() also uses",
         "self.last = torch.tanh",
     ),
+    that_sets_an_attribute_that_a_lambda_uses: (
+        "the attribute last, which of_a_lambda() also uses",
+        "self.last = torch.tanh",
+    ),
+    that_sets_an_attribute_that_a_base_class_uses: (
+        "the attribute last, which of_its_base() also uses",
+        "self.last = torch.tanh",
+    ),
+    that_sets_what_a_function_reads: ("`state`, which a function inside of this one also uses", "for i in"),
+    that_sets_what_a_lambda_reads: ("`state`, which a function inside of this one also uses", "for i in"),
+    that_sets_what_a_function_reads_later: ("`last`, which a function inside of this one also uses", "for i in"),
+    that_fills_a_list_with_two_names: ("the list `steps`, which has another name as well", "for i in"),
+    that_changes_what_it_has_appended: ("changes `state` in place, which has another name as well", "for i in"),
     that_changes_a_view: ("it changes `row` in place (`mul_`)", "row.mul_(2)"),
     that_goes_on_while: ("it goes on while something holds", "while len(states) < x.shape[1]:"),
     that_changes_a_shape: ("an iteration changes the shape of a tensor", "total = total + step"),
@@ -945,6 +1054,12 @@ REFUSED = {
     that_pads_in_front: ("the elements of this list have lengths that depend on values", 'padding_side="left"'),
     that_collects_elsewhere: ("whose index depends on the iteration", "found[i] = x[:, i]"),
 }
+
+
+def test_a_loop_that_fills_a_list_of_the_caller_fixes_the_length():
+    model, observer = looping(that_fills_a_list_of_the_caller)
+    with pytest.raises(ExportError, match="adds to the list `states`, which belongs to the caller"):
+        exportkit.export(model, observer)
 
 
 @pytest.mark.parametrize("function", REFUSED)
