@@ -40,13 +40,13 @@ def appended(loop: ast.For) -> dict[str, ast.Expr]:
 
     A list that is used in the body otherwise is left out, unless the iteration makes it.
     """
-    found, twice = dict[str, ast.Expr](), set[str]()
+    found = dict[str, ast.Expr]()
     for statement in loop.body:
         match statement:
             case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append" | "appendleft"), [_], [])) | ast.Expr(
                 ast.Call(ast.Attribute(ast.Name(name), "insert"), [ast.Constant(0), _], [])
             ):
-                (twice.add(name) if name in found else found.setdefault(name, statement))
+                found.setdefault(name, statement)
     uses = [node.id for node in walk(loop.body) if isinstance(node, ast.Name)]
     return {name: found[name] for name in found if uses.count(name) == 1}
 
@@ -148,8 +148,12 @@ def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> 
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name, value = node.func.attr, node.func.value
         if name in _CHANGES and not (isinstance(value, ast.Name) and value.id in {*own, "torch"}):
-            text = f"it changes `{_text(value)}` by `{name}`, and reads it in the loop, or not once in every iteration"
-            return text, "append exactly one tensor in each iteration, and read the list after the loop."
+            place = _text(value)
+            return (
+                f"it calls `{name}` on `{place}`, and also reads `{place}` in the loop or does not {name} exactly once "
+                "per iteration",
+                "append exactly one tensor in each iteration, and read the list after the loop.",
+            )
         is_own = _is_copy(value) or (isinstance(value, ast.Name) and value.id in computed)
         if name not in _CHANGES and is_in_place(name) and not is_own:
             return (

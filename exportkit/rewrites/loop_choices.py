@@ -20,6 +20,7 @@ from exportkit._torch_compat.traced_values import asserted
 from exportkit.rewrites.loop_indices import Position, is_int, plain
 from exportkit.rewrites.loop_names import names_of, stored_in
 from exportkit.rewrites.loop_syntax import (
+    added_element,
     appending,
     assigned,
     call,
@@ -31,8 +32,8 @@ from exportkit.rewrites.loop_syntax import (
     variables,
 )
 
-# Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
 CAUGHT = "the error of a check in a loop may be caught"
+# Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
 NOTHING = "nothing yet"
 
 
@@ -79,12 +80,7 @@ def _appends_of_decision(decision: ast.If, body: Sequence[ast.stmt]) -> list[ast
 
 def _appended_in(node: ast.AST) -> list[ast.expr]:
     """What the statements inside of another one append to, as often as they do."""
-    found = list[ast.expr]()
-    for each in ast.walk(node):
-        match each:
-            case ast.Expr(ast.Call(ast.Attribute(place, "append"), [_], [])):
-                found.append(place)
-    return found
+    return [added[0] for each in ast.walk(node) if (added := added_element(each)) is not None]
 
 
 def _most_appends(statements: Sequence[ast.stmt]) -> Counter[str]:
@@ -110,10 +106,9 @@ class _Appends(ast.NodeTransformer):
         self._named = named
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        match node.value:
-            case ast.Call(ast.Attribute(place, "append"), [element], []) if name := self._named.get(ast.dump(place)):
-                return ast.copy_location(assigned(name, element), node)
-        return node
+        added = added_element(node)
+        name = None if added is None else self._named.get(ast.dump(added[0]))
+        return node if added is None or name is None else ast.copy_location(assigned(name, added[1]), node)
 
 
 def is_choice(node: ast.If) -> bool:
@@ -350,7 +345,7 @@ def chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
     """Returns nested values chosen by a test."""
     (firsts, form), (others, other_form) = tree_flatten(first), tree_flatten(other)
     if form != other_form:
-        raise TypeError("the sides of a decision set a name to things of different structures")
+        raise TypeError("the branches of an `if` assign values of different structures to one name")
     return tree_unflatten([_chosen(test, a, b) for a, b in zip(firsts, others, strict=True)], form)
 
 
@@ -365,10 +360,10 @@ def _chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
         first, other = torch.as_tensor(first), torch.as_tensor(other)
     kinds = torch.Tensor | int | float | torch.SymInt | torch.SymFloat
     if not isinstance(first, kinds) or not isinstance(other, kinds):
-        raise TypeError("the sides of a decision set a name to things that are not tensors")
+        raise TypeError("the branches of an `if` assign values to one name that are not tensors")
     if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
         if first.dtype != other.dtype or first.ndim != other.ndim:
-            raise TypeError("the sides of a decision set a name to tensors of different dtypes or ranks")
+            raise TypeError("the branches of an `if` assign tensors of different dtypes or ranks to one name")
         if any(first.shape[axis] != other.shape[axis] for axis in range(first.ndim)):
-            raise TypeError("the sides of a decision set a name to tensors of different shapes")
+            raise TypeError("the branches of an `if` assign tensors of different shapes to one name")
     return torch.where(test, first, other)

@@ -49,7 +49,7 @@ from exportkit.rewrites.loop_lists import (
 )
 from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.loop_runs import run
-from exportkit.rewrites.symbolic_lists import Parts, SymbolicList
+from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, as_read, range_limits
 
 # Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
@@ -90,18 +90,13 @@ class Helpers:
 
     @staticmethod
     def are_symbolic(*iterated: Any) -> bool:
-        """Returns whether nested loops all have a symbolic length."""
+        """Returns whether a loop, or each of several nested ones, has a symbolic length."""
         return all(isinstance(each, Steps) for each in iterated)
-
-    @staticmethod
-    def is_symbolic(iterated: Any) -> bool:
-        """Returns whether a loop has a symbolic length."""
-        return isinstance(iterated, Steps)
 
     @staticmethod
     def range(*limits: Any) -> Any:
         """Returns the iterations of ``range``."""
-        start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
+        start, stop, step = range_limits(*limits)
         if not any(map(_is_symbolic, limits)):
             return range(*limits)
         if not all(map(is_int, limits)) or (_is_symbolic(step) and not start + step < stop):
@@ -135,10 +130,10 @@ class Helpers:
         if not any(isinstance(steps, Steps) for steps in all_steps):
             return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
         if not all(isinstance(steps, Steps) for steps in all_steps):
-            raise TypeError("a loop runs over things of different lengths")
+            raise TypeError("zip() mixes iterables of symbolic and fixed length")
         if not all(steps.count == all_steps[0].count for steps in all_steps):
             if options.get("strict"):
-                raise TypeError("a loop runs over things of different lengths")
+                raise TypeError("zip(strict=True) gets iterables whose lengths may differ")
             count = functools.reduce(torch.sym_min, [steps.count for steps in all_steps])
             all_steps = [steps.until(count) for steps in all_steps]
         givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
@@ -157,7 +152,7 @@ class Helpers:
         if not any(isinstance(steps, Steps) for steps in all_steps):
             return function(*iterated, **options)
         if function is not itertools.product or not all(isinstance(steps, Steps) for steps in all_steps):
-            raise TypeError("a loop runs over a length and over something else")
+            raise TypeError("itertools.product() mixes iterables of symbolic and fixed length")
         return product_of(all_steps)
 
     run = staticmethod(run)
@@ -166,9 +161,8 @@ class Helpers:
     opposite, both, either = staticmethod(opposite), staticmethod(both), staticmethod(either)
     checked = staticmethod(checked)
     is_one_of, chosen, one_of_two = staticmethod(is_one_of), staticmethod(chosen), staticmethod(one_of_two)
-    written = staticmethod(written)
-    only_if = staticmethod(only_if)
-    kept = staticmethod(kept)
+    written, only_if, kept = staticmethod(written), staticmethod(only_if), staticmethod(kept)
+    plain, part, put = staticmethod(plain), staticmethod(part_between), staticmethod(with_item)
 
     @staticmethod
     def tensor(make: type, data: Any) -> Any:
@@ -218,20 +212,15 @@ class Helpers:
         return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
 
     @staticmethod
-    def plain(value: Any) -> Any:
-        """Returns the number of an iteration as a tensor, and anything else as it is."""
-        return plain(value)
-
-    @staticmethod
     def tolist(value: Any) -> Any:
         """Returns what a loop runs over in place of ``value.tolist()``: a tensor, if its length is symbolic."""
         is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])
-        return _read(value) if is_symbolic else value.tolist()
+        return as_read(value) if is_symbolic else value.tolist()
 
     @staticmethod
     def number(value: Any) -> Any:
         """Returns a tensor without axes in place of ``value.item()``."""
-        return _read(value.reshape(())) if isinstance(value, torch.Tensor) else value.item()
+        return as_read(value.reshape(())) if isinstance(value, torch.Tensor) else value.item()
 
     @staticmethod
     def wide(value: Any, is_compared: bool, is_float: bool) -> Any:
@@ -309,19 +298,9 @@ class Helpers:
         return exact(left) % exact(right)
 
     @staticmethod
-    def part(start: Any, stop: Any, step: Any) -> Any:
-        """Returns ``slice(start, stop, step)``."""
-        return part_between(start, stop, step)
-
-    @staticmethod
     def item(value: Any, index: Any) -> Any:
         """Returns ``value[index]`` in the body of a loop."""
         return item(value.whole() if isinstance(value, Stacked) else value, index)
-
-    @staticmethod
-    def put(value: Any, index: Any, part: Any) -> Any:
-        """Returns a copy of a tensor in which ``value[index] = part``."""
-        return with_item(value, index, part)
 
     @staticmethod
     def attribute(owner: Any, name: str, root: Any, read: tuple[str, ...]) -> Any:
@@ -367,12 +346,6 @@ def _arguments_of(owner: Any, args: tuple[Any, ...], options: dict[str, Any], **
     given = dict(zip(names, args, strict=False)) | options
     given |= {name: options[f"{name}_or_sections"] for name in names if f"{name}_or_sections" in options}
     return [tensor, *({**names, **given}[name] for name in names)]
-
-
-def _read(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers that are read from a tensor: ints of Python do not wrap."""
-    is_int = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool)
-    return numbers.to(torch.int64) if is_int else numbers
 
 
 def _functions(cls: type, name: str) -> list[types.FunctionType]:

@@ -22,6 +22,7 @@ from exportkit.rewrites.loop_syntax import (
     helper,
     names_in,
     rebound,
+    root_of,
     tuple_of,
     variable,
     variables,
@@ -82,7 +83,7 @@ class _Loops(ast.NodeTransformer):
         both = ast.If(call("are_symbolic", *limits), as_statements(as_one), as_statements(found))
         return ast.fix_missing_locations(ast.copy_location(both, node))
 
-    def _changed(self, node: ast.For | ast.While, original: ast.stmt | None = None) -> Any:
+    def _changed(self, node: ast.For | ast.While, original: ast.For | ast.While | None = None) -> Any:
         original = original or node
         self._count += 1
         number = self._count
@@ -184,7 +185,7 @@ def _with_body(
         symbolic = [ast.Expr(call("refuse", ast.Constant(reason)))]
     return [
         assigned(steps, call("steps", iterated, ends_early)),
-        ast.If(call("is_symbolic", variable(steps)), symbolic, [again]),
+        ast.If(call("are_symbolic", variable(steps)), symbolic, [again]),
     ]
 
 
@@ -195,7 +196,7 @@ def _local(name: str, default: str | None = None) -> ast.expr:
 
 
 def _decides_by(targets: set[str], loop: ast.For) -> bool:
-    """Whether a body decides by what the loop sets, as in ``if i == 0``: the first iteration may be another one."""
+    """Whether a body decides by what the loop sets, as in ``if i == 0``: the first iteration may differ."""
     decisions = [node for node in walk(loop.body) if isinstance(node, ast.If | ast.IfExp)]
     tests = [node.test for node in decisions if isinstance(node, ast.IfExp) or not only_raises(node.body)]
     return any(isinstance(node, ast.Name) and node.id in targets for test in tests for node in ast.walk(test))
@@ -207,9 +208,7 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
     for name, place in plain.places.items():
         value: ast.expr = place
         if isinstance(place, ast.Attribute):
-            root: ast.expr = place
-            while isinstance(root, ast.Attribute):
-                root = root.value
+            root = root_of(place)
             read = {
                 node.attr
                 for node in walk(plain.loop.body)

@@ -10,7 +10,17 @@ from typing import Any
 
 from exportkit.rewrites.loop_choices import NOTHING, choosing, is_choice, later, older_names, with_tensors
 from exportkit.rewrites.loop_names import names_of, uses_in
-from exportkit.rewrites.loop_syntax import IS_IDLE, as_statements, assigned, call, helper, names_in, variable, walk
+from exportkit.rewrites.loop_syntax import (
+    IS_IDLE,
+    as_statements,
+    assigned,
+    call,
+    helper,
+    loaded,
+    names_in,
+    variable,
+    walk,
+)
 from exportkit.rewrites.model_code import only_raises
 
 _RESULT = "_exportkit_result"  # the name of what a function returns
@@ -228,11 +238,7 @@ class _Statements(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
-        target: Any = node.target
-        read: ast.expr = variable(target.id) if isinstance(target, ast.Name) else target
-        if isinstance(target, ast.Subscript):
-            read = ast.Subscript(target.value, target.slice, ast.Load())
-        plain = ast.Assign([target], ast.BinOp(read, node.op, node.value))
+        plain = ast.Assign([node.target], ast.BinOp(loaded(node.target), node.op, node.value))
         return self.visit(ast.copy_location(plain, node))
 
     def visit_Call(self, node: ast.Call) -> Any:

@@ -49,6 +49,22 @@ def appending(target: ast.expr, element: ast.expr, method: str = "append") -> as
     return ast.Expr(ast.Call(ast.Attribute(loaded(target), method, ast.Load()), [element], []))
 
 
+def added_element(statement: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """Returns the list to which a statement adds one element, and the element; None for other statements."""
+    match statement:
+        case (
+            ast.Expr(ast.Call(ast.Attribute(place, "append"), [element], []))
+            | ast.Expr(ast.Call(ast.Attribute(place, "extend"), [ast.List([element])], []))
+            | ast.AugAssign(place, ast.Add(), ast.List([element]))
+        ) if not isinstance(element, ast.Starred):
+            return place, element
+        case ast.Assign([place], ast.BinOp(left, ast.Add(), ast.List([element]))) if same(
+            place, left
+        ) and not isinstance(element, ast.Starred):
+            return place, element
+    return None
+
+
 def as_statements(found: ast.AST | list[ast.stmt]) -> list[ast.stmt]:
     """Returns what an `ast.NodeTransformer` made of a statement as a list."""
     return found if isinstance(found, list) else [found]  # type: ignore[list-item]
@@ -75,6 +91,13 @@ def same(one: ast.expr, other: ast.expr) -> bool:
 def base(node: ast.expr) -> ast.expr:
     """Returns what a subscript of subscripts is taken of."""
     while isinstance(node, ast.Subscript):
+        node = node.value
+    return node
+
+
+def root_of(node: ast.expr) -> ast.expr:
+    """Returns what ``a.b[c].d`` begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return node
 

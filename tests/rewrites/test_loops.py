@@ -587,11 +587,14 @@ def padded_and_joined(self, x, lengths):
     chosen, means = [row[mask] for row, mask in zip(x, seen, strict=True)], []
     for row in chosen:
         means.append(row.sum(0))
+    first = x[0, :0]
+    for i, length in enumerate(lengths):
+        first = torch.cat([first, x[i, :length] * 2])
     across = [row[:length].transpose(0, 1) for row, length in zip(x, lengths, strict=True)]
     return (
         torch.nn.utils.rnn.pad_sequence(padded, batch_first=True, padding_value=-1.0),
         torch.nn.utils.rnn.pad_sequence(chosen),
-        torch.cat(chosen),
+        torch.cat(chosen) + first,
         torch.cat(across, dim=1),
         torch.stack(means),
         chosen[0],
