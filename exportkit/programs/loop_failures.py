@@ -24,7 +24,7 @@ _HINTS = {
     "of a slice": "keep all rows, and use a mask in place of the slice.",
     "a slice may end": "pad the tensor to a multiple of the step before the loop.",
     "attribute": "keep the value in a local variable, and pass it to the method.",
-    "the sides of": "let both sides set tensors of the same shapes and dtypes, with a mask for what one leaves out.",
+    "the branches of": "let both assign tensors of the same shapes and dtypes, with a mask for what one leaves out.",
     "": "rewrite this line so that every iteration does the same to tensors of the same shapes and dtypes.",
 }  # by a part of the reason
 _WHOLE = "use operations on the whole tensor, or torch.scan."

@@ -1,4 +1,4 @@
-"""Attention in a trace: fully masked rows, masks that may be causal, top-k keys, and several images in one sequence."""
+"""Attention in a trace: masks that may be causal, top-k keys, and several images in one sequence."""
 
 from __future__ import annotations
 
@@ -12,40 +12,9 @@ import torch
 from exportkit._torch_compat.modules import causal_mask_detection, forward_parameters, has_hooks
 from exportkit._torch_compat.traced_values import asserted
 from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
-from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes, with_imports
+from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
 
 _Context = contextlib.AbstractContextManager[None]
-
-
-# Fully masked rows
-#
-# A caller who makes the mask (batch, 1, new, length), as `generate` does for a static cache, hides every key from the
-# padding tokens. torch returns zeros for these rows, while the softmax of the ONNX graph returns an average of all
-# keys.
-
-
-def has_mask_of_pairs(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether the attention mask is boolean with one entry for each query and key, or a dict of such masks."""
-    given = arguments.get("attention_mask")
-    for mask in given.values() if isinstance(given, Mapping) else [given]:
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype is torch.bool:
-            return True
-    return False
-
-
-def zeros_for_fully_masked_rows(_model: torch.nn.Module) -> _Context:
-    """Makes attention return zeros for fully masked rows explicitly."""
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        result = real(query, key, value, attn_mask, *args, **kwargs)
-        if attn_mask is None or attn_mask.dtype is not torch.bool:
-            return result
-        return torch.where(attn_mask.any(-1, keepdim=True), result, 0.0)
-
-    return replaced(with_imports([(Attribute(torch.nn.functional, "scaled_dot_product_attention"), attention)]))
 
 
 # The check for causal masks
@@ -94,7 +63,7 @@ def zeros_at_padding(_model: torch.nn.Module) -> _Context:
         if src_key_padding_mask is None or mask is not None or src.ndim != 3 or not _leaves_padding_out(self):
             return output
         is_padding = src_key_padding_mask != 0
-        asserted((~is_padding).any(), "a batch of sequences is not padding alone")  # which eager mode does not take
+        asserted((~is_padding).any(), "a batch of sequences is not padding alone")  # eager mode raises for it
         is_behind = (is_padding[:, 1:] >= is_padding[:, :-1]).all()
         zeros = torch.zeros_like(output)
         padding = zeros if self.norm is None else self.norm(zeros)

@@ -126,7 +126,9 @@ def _runs(
     for outcomes_of in (_of_place, _of_position, _of_ways):
         if runs := explored(outcomes_of):
             return runs
-    raise ExportError("The model decides by the values of tensors, and goes other ways in a trace than before.")
+    raise ExportError(
+        "The model branches on tensor values, and takes branches in the trace that no recorded call took."
+    )
 
 
 # What a place may decide, given how often it has decided before, and which ways agree with the run so far.
@@ -212,10 +214,7 @@ class _Going:
             try:
                 return known(condition)
             except value_error():
-                frame = sys._getframe(1)
-                if frame.f_code.co_name == "__bool__" and frame.f_back is not None:
-                    frame = frame.f_back  # of a number, torch asks whether it is 0
-                place = place_asking(frame)
+                place = place_asking(sys._getframe(1))
                 if not self._knows(place):
                     self._undecided |= {place} if is_model_code(place[0]) else set()
                     raise
@@ -291,7 +290,7 @@ def _select(
     place, condition, _ = run.decisions[depth]
     if any(other.decisions[depth].place != place for other, _ in runs):
         raise ExportError(
-            "The model does not decide in the same order if it is run again.", where=f"{place[0]}:{place[1]}"
+            "The model's branches on tensor values come in a different order when it runs again.", where=_line(place)
         )
     parts = {
         outcome: [other for other in runs if other[0].decisions[depth].outcome is outcome] for outcome in (True, False)

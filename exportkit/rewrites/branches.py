@@ -2,8 +2,8 @@
 
 A trace cannot know which way such a line goes, and there are two kinds of lines for which a graph need not know:
 
-- A branch that changes nothing where a mask has no places, such as an assignment to them. It is taken in every case.
-  Whether a branch is one of these is found by running the model.
+- A branch that changes nothing where a mask is False everywhere, such as an assignment to the places of the mask. It is
+  taken in every case. Whether a branch is one of these is found by running the model.
 - A check, one side of which does nothing but raise. A graph goes on with the other side, and asserts that this is the
   model's. It may test a tensor, or a number that was read from one: ``if mask.sum().item() != len(rows): raise``.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -40,6 +41,7 @@ from exportkit.rewrites.model_code import EXPORTKIT, TORCH, Place, is_model_code
 
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
+_OWN_FILES = f"{EXPORTKIT}{os.sep}"
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -62,7 +64,7 @@ def decisions_noted(forced: Mapping[Place, bool] | None, emptied: Collection[Pla
 
     Args:
         forced: What places decide, whatever the values are.
-        emptied: Places whose masks have no places when they decide.
+        emptied: Places whose masks are False everywhere when they decide.
     """
     noted, masks, counts = Decisions(), list[tuple[torch.Tensor, torch.Tensor]](), defaultdict[Place, int](int)
 
@@ -154,10 +156,33 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
     return replaced(with_imports(made))
 
 
-def place_asking(frame: FrameType) -> Place:
-    """Returns the place that asks for a value, past what exportkit puts in the place of functions of Python."""
-    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(EXPORTKIT):
+def frame_asking(frame: FrameType) -> FrameType:
+    """Returns the frame that asks for a value.
+
+    It is behind what exportkit puts in the place of functions of Python, and behind torch, which asks whether a number
+    is 0 in ``__bool__``.
+    """
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__bool__" or frame.f_code.co_filename.startswith(_OWN_FILES)
+    ):
         frame = frame.f_back
+    return frame
+
+
+@contextlib.contextmanager
+def tracing(enter: Callable[[FrameType, str, Any], Callable[..., Any] | None]) -> Iterator[None]:
+    """Has Python call a function for each call of a function, as `sys.settrace` does, and restores what it called."""
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def place_asking(frame: FrameType) -> Place:
+    """Returns the place that asks for a value."""
+    frame = frame_asking(frame)
     places = instructions_by_line(frame.f_code)
     offset = max((offset for offset in places if offset <= frame.f_lasti), default=0)  # it may be inside of a call
     return frame.f_code.co_filename, *places[offset]
@@ -189,8 +214,7 @@ def checks_of_numbers(_model: torch.nn.Module) -> Iterator[None]:
         try:
             return decide(self)
         except value_error():
-            caller = sys._getframe(1)  # of a number, torch asks whether it is 0
-            passing = value_to_pass(caller.f_back if caller.f_code.co_name == "__bool__" else caller)
+            passing = value_to_pass(frame_asking(sys._getframe(1)))
             if passing is None:
                 raise
         number_asserted(self if passing else torch.sym_not(self))

@@ -2,7 +2,7 @@
 
 A trace does not know whether a mask selects anything. Where the code for some values does the same for none, such as a
 loop over experts that adds to its rows what each expert returns, a graph goes that way in every case. Whether the code
-does the same is found by running the model, which Python's tracing function sends either way.
+does the same is found by running the model, with `sys.settrace` forcing either branch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -20,9 +19,8 @@ import torch
 
 from exportkit._torch_compat.traced_values import answer_for_some
 from exportkit.overrides import Attribute, replaced
+from exportkit.rewrites.branches import frame_asking, tracing
 from exportkit.rewrites.model_code import Line, is_model_code, parsed
-
-_REWRITES = str(Path(__file__).parent)
 
 
 class _Branch(NamedTuple):
@@ -68,12 +66,8 @@ def ways_noted(forced: Collection[Line] = ()) -> Iterator[dict[Line, set[bool]]]
 
         return step if branches else None
 
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
+    with tracing(enter):
         yield ways
-    finally:
-        sys.settrace(before)
 
 
 @contextlib.contextmanager
@@ -90,10 +84,8 @@ def never_empty(_model: torch.nn.Module, places: Collection[Line] | None = None)
 
         @functools.wraps(real)
         def value(self: Any) -> bool:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and _asks_for_its_caller(frame):
-                frame = frame.f_back
-            file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+            frame = frame_asking(sys._getframe(1))
+            file, line = frame.f_code.co_filename, frame.f_lineno
             branch = _branches(file).get(line) if places is None or (file, line) in places else None
             found = None if branch is None else answer(self, branch)
             return bool(real(self)) if found is None else found
@@ -109,11 +101,6 @@ def never_empty(_model: torch.nn.Module, places: Collection[Line] | None = None)
     changed = {cls: deciding(cls, answer) for cls, answer in ((torch.SymBool, of_number), (torch.Tensor, of_tensor))}
     with replaced([(Attribute(cls, "__bool__"), value) for cls, value in changed.items()]):
         yield
-
-
-def _asks_for_its_caller(frame: FrameType) -> bool:
-    """Whether a frame is a rewrite's, or torch's that asks whether a number is 0."""
-    return frame.f_code.co_name == "__bool__" or frame.f_code.co_filename.startswith(_REWRITES)
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 An encoder with convolutions reads the grids as numbers, brings the patches of each image in rows and columns, and
 convolves image by image in a Python loop. Here such a module gets one grid: a canvas for each frame, as large as the
-largest image, that is zero outside the image, and stays so in front of each convolution. That is how convolutions pad.
+largest image, that is zero outside the image, and is set to zero again before each convolution, as zero padding does.
 """
 
 from __future__ import annotations

@@ -257,9 +257,7 @@ def _read(number: Any, dtype: torch.dtype) -> Any:
 
 def _is_of_numbers(value: Any) -> bool:
     """Whether a value is an integer or a symbolic number, or a list of integers that may be symbolic."""
-    if isinstance(value, list | tuple):
-        return 0 < len(value) <= _LARGEST and all(map(_is_of_integers, value))
-    return isinstance(value, SYMBOLIC)
+    return _is_of_integers(value) if isinstance(value, list | tuple) else isinstance(value, SYMBOLIC)
 
 
 def _is_of_integers(value: Any) -> bool:

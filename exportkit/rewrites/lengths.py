@@ -22,7 +22,7 @@ from exportkit._torch_compat.size_arithmetic import slices_of_any_length
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes, with_imports
-from exportkit.rewrites.symbolic_lists import Numbers, Parts, Repeated, SymbolicList
+from exportkit.rewrites.symbolic_lists import Numbers, Parts, Repeated, SymbolicList, range_limits
 
 _OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
 Cached = type(functools.cache(len))
@@ -109,7 +109,7 @@ class _StandIn(type):
 
 
 def length(value: Any) -> Any:
-    """Returns the length of a value, symbolic where it is one."""
+    """Returns the length of a value, which may be symbolic."""
     if isinstance(value, SymbolicList):
         return value.count
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else builtins.len(value)
@@ -133,7 +133,7 @@ def _float(*args: Any) -> Any:
 
 
 def _range(*limits: Any) -> Any:
-    start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
+    start, stop, step = range_limits(*limits)
     if type(step) is builtins.int and step and any(isinstance(limit, torch.SymInt) for limit in (start, stop)):
         return Numbers.of(start, stop, step)
     return builtins.range(*limits)
@@ -177,7 +177,8 @@ def _reduced(name: str, items: SymbolicList, start: Any = 0) -> Any:
     if name != "sum" and whole.ndim > 1:
         raise TypeError("the elements are compared, and have several numbers each")
     found: Any = getattr(whole, name)() if whole.ndim == 1 else whole.sum(0)
-    found = found.to(whole.dtype) if name == "sum" and whole.dtype is not torch.bool else found
+    if name == "sum" and whole.dtype is not torch.bool and not items.holds_numbers:
+        found = found.to(whole.dtype)
     found = found.item() if items.holds_numbers else found
     return found if isinstance(start, int) and start == 0 else start + found
 
@@ -261,12 +262,7 @@ def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(tensors, SymbolicList):
             return original(tensors, *args, **options)
         dim = args[0] if args else options.get("dim", options.get("axis", 0))
-        if isinstance(tensors, Parts) and original.__name__ != "stack":
-            return tensors.joined(dim % (tensors.padded.ndim - 1))
-        if original.__name__ == "stack":
-            return tensors.whole().movedim(0, dim)
-        axis = dim % (tensors.parts[0].ndim - 1)
-        return original([part.movedim(0, axis).flatten(axis, axis + 1) for part in tensors.parts], axis)
+        return tensors.whole().movedim(0, dim) if original.__name__ == "stack" else tensors.joined(dim)
 
     return join
 

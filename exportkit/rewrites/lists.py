@@ -31,13 +31,13 @@ from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, original_attribute, replaced, with_imports
 from exportkit.rewrites.flexible_attention import flexible_attention
 from exportkit.rewrites.fourier import INVERSE_TRANSFORMS
+from exportkit.rewrites.packed_sequences import PACK
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
-from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList, as_read
 
 aten = torch.ops.aten
-PACK = "_pack_padded_sequence"  # the function that packs sequences of different lengths for a recurrent layer
 _ALIGNED = "_nested_tensor_from_mask_left_aligned"  # asked by an encoder that may leave padding out
 
 _Context = contextlib.AbstractContextManager[None]
@@ -142,7 +142,7 @@ def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
     original = cls.tolist
 
     def tolist(self: torch.Tensor) -> Any:
-        return Sizes(self) if self.ndim == 1 and _is_symbolic(self) else original(self)
+        return Sizes(as_read(self)) if self.ndim == 1 and _is_symbolic(self) else original(self)
 
     return tolist
 

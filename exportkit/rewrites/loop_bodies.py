@@ -6,10 +6,11 @@ A body that changes anything else, or that ends an iteration early, keeps its lo
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from exportkit.rewrites.loop_names import names_of
-from exportkit.rewrites.loop_syntax import base, is_in_place, names_in, walk
+from exportkit.rewrites.loop_names import names_of, read_after, stored_in
+from exportkit.rewrites.loop_syntax import base, is_in_place, names_in, rebound, walk
 
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Delete, ast.NamedExpr)
 _VIEWS = {
@@ -39,13 +40,13 @@ def appended(loop: ast.For) -> dict[str, ast.Expr]:
 
     A list that is used in the body otherwise is left out, unless the iteration makes it.
     """
-    found, twice = dict[str, ast.Expr](), set[str]()
+    found = dict[str, ast.Expr]()
     for statement in loop.body:
         match statement:
             case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append" | "appendleft"), [_], [])) | ast.Expr(
                 ast.Call(ast.Attribute(ast.Name(name), "insert"), [ast.Constant(0), _], [])
             ):
-                (twice.add(name) if name in found else found.setdefault(name, statement))
+                found.setdefault(name, statement)
     uses = [node.id for node in walk(loop.body) if isinstance(node, ast.Name)]
     return {name: found[name] for name in found if uses.count(name) == 1}
 
@@ -67,6 +68,67 @@ def obstacle(loop: ast.For, lists: dict[str, ast.Expr]) -> Obstacle | None:
     return None
 
 
+def other_reference(
+    definition: ast.FunctionDef, loop: ast.For | ast.While, around: Sequence[ast.stmt], lists: set[str]
+) -> str | None:
+    """Returns what else refers to something that a loop changes, and would not see the change; None if nothing does.
+
+    Args:
+        definition: The function.
+        loop: The loop in the function.
+        around: The loops around it, outermost first.
+        lists: Names of the lists that it adds to.
+    """
+    inside, end = {id(node) for node in ast.walk(loop)}, getattr([*around, loop][0], "end_lineno", 0)
+    outside = [node for node in ast.walk(definition) if id(node) not in inside and node is not definition]
+    before = [node for node in outside if getattr(node, "lineno", end) < end]
+    parameters = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)}
+    after = read_after(definition.body, loop) or set()
+    for name in sorted({*stored_in(loop.body), *lists} & _read_in_functions(before)):
+        return f"the loop sets `{name}`, which a function inside of this one also uses"
+    for name in sorted(lists & _named_twice(before, after | parameters)):
+        return f"the loop adds to the list `{name}`, which has another name as well"
+    for name in sorted((parameters & lists) - after - rebound(*definition.body)):
+        return f"the loop adds to the list `{name}`, which belongs to the caller"
+    for name in sorted(_changed_while_kept(loop)):
+        return f"the loop changes `{name}` in place, which has another name as well"
+    return None
+
+
+def _read_in_functions(nodes: Sequence[ast.AST]) -> set[str]:
+    """The names that functions among some nodes take from the function around them."""
+    read = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            read |= names_of([ast.Expr(node) if isinstance(node, ast.Lambda) else node]).read
+    return read
+
+
+def _named_twice(nodes: Sequence[ast.AST], used: set[str]) -> set[str]:
+    """The names that are assigned to another place, or get its value, where the code uses the other one later."""
+    found = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript):
+            places = [*node.targets, node.value]
+            names = {place.id for place in places if isinstance(place, ast.Name)}
+            found |= {name for name in names if (names_in(*places) - {name}) & used}
+    return found
+
+
+def _changed_while_kept(loop: ast.For | ast.While) -> set[str]:
+    """The names of older tensors that a loop changes in place, and also gives another name or adds to a list."""
+    changed, kept = set[str](), set[str]()
+    for node in walk(loop.body):
+        match node:
+            case ast.Assign(_, ast.Name(name)):
+                kept.add(name)
+            case ast.Call(ast.Attribute(_, method), values) if method in _CHANGES:
+                kept |= {value.id for value in values if isinstance(value, ast.Name)}
+            case ast.Call(ast.Attribute(ast.Name(name), method)) if is_in_place(method):
+                changed.add(name)
+    return changed & kept - rebound(*loop.body)
+
+
 def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> tuple[str, str] | None:
     """What a part of the body does that keeps the loop from becoming an operator, and what to do about it."""
     if isinstance(node, ast.Break | ast.Return) and (isinstance(node, ast.Return) or belongs(node, loop)):
@@ -85,9 +147,13 @@ def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> 
         return f"it sets an item of `{_text(node.value)}`", "keep the tensor or list in a local variable."
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name, value = node.func.attr, node.func.value
-        if name in _CHANGES and not (isinstance(value, ast.Name) and value.id in own):
-            text = f"it changes `{_text(value)}` by `{name}`, and reads it in the loop, or not once in every iteration"
-            return text, "append exactly one tensor in each iteration, and read the list after the loop."
+        if name in _CHANGES and not (isinstance(value, ast.Name) and value.id in {*own, "torch"}):
+            place = _text(value)
+            return (
+                f"it calls `{name}` on `{place}`, and also reads `{place}` in the loop or does not {name} exactly once "
+                "per iteration",
+                "append exactly one tensor in each iteration, and read the list after the loop.",
+            )
         is_own = _is_copy(value) or (isinstance(value, ast.Name) and value.id in computed)
         if name not in _CHANGES and is_in_place(name) and not is_own:
             return (
@@ -157,8 +223,3 @@ def belongs(node: ast.AST, loop: ast.For | ast.While) -> bool:
     """
     inner = [each for each in walk(loop.body) if isinstance(each, ast.For | ast.While)]
     return not any(node in walk(each.body) for each in inner)
-
-
-def rebound(loop: ast.For | ast.While) -> set[str]:
-    """Returns the names that a loop's body sets as such, not only items of what they stand for."""
-    return names_in(*loop.body, context=ast.Store)

@@ -20,18 +20,20 @@ from exportkit._torch_compat.traced_values import asserted
 from exportkit.rewrites.loop_indices import Position, is_int, plain
 from exportkit.rewrites.loop_names import names_of, stored_in
 from exportkit.rewrites.loop_syntax import (
+    added_element,
     appending,
     assigned,
     call,
     is_in_place,
     names_in,
+    rebound,
     tuple_of,
     variable,
     variables,
 )
 
-# Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
 CAUGHT = "the error of a check in a loop may be caught"
+# Stands for what no iteration has added yet to a list: it is taken for whatever one adds, which the count leaves out.
 NOTHING = "nothing yet"
 
 
@@ -78,12 +80,7 @@ def _appends_of_decision(decision: ast.If, body: Sequence[ast.stmt]) -> list[ast
 
 def _appended_in(node: ast.AST) -> list[ast.expr]:
     """What the statements inside of another one append to, as often as they do."""
-    found = list[ast.expr]()
-    for each in ast.walk(node):
-        match each:
-            case ast.Expr(ast.Call(ast.Attribute(place, "append"), [_], [])):
-                found.append(place)
-    return found
+    return [added[0] for each in ast.walk(node) if (added := added_element(each)) is not None]
 
 
 def _most_appends(statements: Sequence[ast.stmt]) -> Counter[str]:
@@ -109,10 +106,9 @@ class _Appends(ast.NodeTransformer):
         self._named = named
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        match node.value:
-            case ast.Call(ast.Attribute(place, "append"), [element], []) if name := self._named.get(ast.dump(place)):
-                return ast.copy_location(assigned(name, element), node)
-        return node
+        added = added_element(node)
+        name = None if added is None else self._named.get(ast.dump(added[0]))
+        return node if added is None or name is None else ast.copy_location(assigned(name, added[1]), node)
 
 
 def is_choice(node: ast.If) -> bool:
@@ -162,7 +158,7 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
         assigned(numbers, ast.Subscript(variable(before), ast.Slice(ast.Constant(len(older))), ast.Load())),
     ]
     again = ast.If(variable(test), changed.body, changed.orelse)
-    in_place = [name for name in older if name not in _rebound(original)]
+    in_place = [name for name in older if name not in rebound(original)]
     return [
         assigned(test, call("truth", changed.test)),
         assigned(before, variables(saved)),
@@ -175,13 +171,6 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
             if name in in_place
         ],
     ]
-
-
-def _rebound(decision: ast.If) -> set[str]:
-    """The names to which a decision assigns something else, besides changing what they stand for (``x[0] = 1``)."""
-    changing = [node.target for node in ast.walk(decision) if isinstance(node, ast.AugAssign)]
-    stores = [node for node in ast.walk(decision) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    return {node.id for node in stores if node not in changing}
 
 
 def _is_plain(node: ast.stmt) -> bool:
@@ -356,7 +345,7 @@ def chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
     """Returns nested values chosen by a test."""
     (firsts, form), (others, other_form) = tree_flatten(first), tree_flatten(other)
     if form != other_form:
-        raise TypeError("the sides of a decision set a name to things of different structures")
+        raise TypeError("the branches of an `if` assign values of different structures to one name")
     return tree_unflatten([_chosen(test, a, b) for a, b in zip(firsts, others, strict=True)], form)
 
 
@@ -371,10 +360,10 @@ def _chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
         first, other = torch.as_tensor(first), torch.as_tensor(other)
     kinds = torch.Tensor | int | float | torch.SymInt | torch.SymFloat
     if not isinstance(first, kinds) or not isinstance(other, kinds):
-        raise TypeError("the sides of a decision set a name to things that are not tensors")
+        raise TypeError("the branches of an `if` assign values to one name that are not tensors")
     if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
         if first.dtype != other.dtype or first.ndim != other.ndim:
-            raise TypeError("the sides of a decision set a name to tensors of different dtypes or ranks")
+            raise TypeError("the branches of an `if` assign tensors of different dtypes or ranks to one name")
         if any(first.shape[axis] != other.shape[axis] for axis in range(first.ndim)):
-            raise TypeError("the sides of a decision set a name to tensors of different shapes")
+            raise TypeError("the branches of an `if` assign tensors of different shapes to one name")
     return torch.where(test, first, other)

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from exportkit.rewrites.loop_syntax import appending, assigned, variable
+
 
 def with_loops_for_comprehensions(definition: ast.FunctionDef) -> Any:
     """Returns the source of a function with a loop before each statement that has comprehensions."""
@@ -60,14 +62,15 @@ class _Comprehensions(ast.NodeTransformer):
         """Adds a loop for ``functools.reduce(f, items)``, and returns the name of its result."""
         self._count += 1
         name, each, rest, called = (f"_exportkit_{kind}_{self._count}" for kind in ("result", "item", "rest", "called"))
-        target: ast.expr = ast.Name(name, ast.Store())
-        first = [ast.Assign([ast.Tuple([target, ast.Starred(ast.Name(rest, ast.Store()))], ast.Store())], node.args[1])]
-        if node.args[2:]:
-            first = [ast.Assign([ast.Name(rest, ast.Store())], node.args[1]), ast.Assign([target], node.args[2])]
-        iteration = ast.Call(ast.Name(called, ast.Load()), [ast.Name(name, ast.Load()), ast.Name(each, ast.Load())], [])
-        loop = ast.For(ast.Name(each, ast.Store()), ast.Name(rest, ast.Load()), [ast.Assign([target], iteration)], [])
-        self._put_before(node, ast.Assign([ast.Name(called, ast.Store())], node.args[0]), *first, loop)
-        return ast.copy_location(ast.Name(name, ast.Load()), node)
+        function, items, *start = node.args
+        first = [assigned(rest, items), *[assigned(name, value) for value in start]]
+        if not start:
+            unpacked = ast.Tuple([ast.Name(name, ast.Store()), ast.Starred(ast.Name(rest, ast.Store()))], ast.Store())
+            first = [ast.Assign([unpacked], items)]
+        iteration = ast.Call(variable(called), [variable(name), variable(each)], [])
+        loop = ast.For(ast.Name(each, ast.Store()), variable(rest), [assigned(name, iteration)], [])
+        self._put_before(node, assigned(called, function), *first, loop)
+        return ast.copy_location(variable(name), node)
 
     def _put_before(self, whole: ast.expr, *statements: ast.stmt) -> None:
         places = [ast.fix_missing_locations(ast.copy_location(each, whole)) for each in statements]
@@ -83,15 +86,12 @@ class _Comprehensions(ast.NodeTransformer):
         name = f"_exportkit_list_{self._count}"
         own = {each.id: f"{name}_{each.id}" for each in ast.walk(generator.target) if isinstance(each, ast.Name)}
         target, element = _Renamed(own).visit(generator.target), _Renamed(own).visit(node.elt)
-        result = ast.Name(name, ast.Load())
-        add: ast.stmt = ast.Expr(ast.Call(ast.Attribute(result, "append", ast.Load()), [element], []))
-        if is_sum:
-            add = ast.Assign([ast.Name(name, ast.Store())], ast.BinOp(result, ast.Add(), element))
-        first: ast.expr = ast.Constant(0) if is_sum else ast.List([], ast.Load())
-        made = ast.Assign([ast.Name(name, ast.Store())], first)
+        longer = ast.BinOp(variable(name), ast.Add(), element)
+        add = assigned(name, longer) if is_sum else appending(variable(name), element)
+        first = ast.Constant(0) if is_sum else ast.List([], ast.Load())
         loop = ast.For(target, generator.iter, [add], [], None)
-        self._put_before(whole, made, loop)
-        return ast.copy_location(ast.Name(name, ast.Load()), whole)
+        self._put_before(whole, assigned(name, first), loop)
+        return ast.copy_location(variable(name), whole)
 
     def _left(self, node: Any) -> Any:
         return node  # evaluated later, or perhaps never

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from exportkit.rewrites.loop_syntax import appending, assigned, names_in, variable
+from exportkit.rewrites.loop_syntax import added_element, appending, assigned, names_in, variable
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def _with_elements(body: list[ast.stmt], number: int) -> tuple[list[ast.stmt], d
     """The body with names for what each iteration adds to lists; None if only some do, or if it reads the lists."""
     changed, found = list[ast.stmt](), dict[str, Element]()
     for node in body:
-        match node:
-            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [element], [])) if name not in found:
+        match added_element(node):
+            case ast.Name(name), element if name not in found:
                 names = (f"_exportkit_{kind}_{number}_{len(found)}" for kind in ("element", "count"))
                 found[name] = each = Element(*names)
                 more = ast.BinOp(variable(each.count), ast.Add(), ast.Constant(1))

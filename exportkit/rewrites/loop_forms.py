@@ -13,13 +13,16 @@ from exportkit.rewrites.loop_ends import Element, early_end, with_break
 from exportkit.rewrites.loop_growth import Bunched, Grown, bunched_lists, grown_tensors
 from exportkit.rewrites.loop_names import names_of
 from exportkit.rewrites.loop_syntax import (
+    added_element,
     appending,
+    as_statements,
     assigned,
     call,
     in_context,
     is_in_place,
     loaded,
     names_in,
+    root_of,
     same,
     variable,
     walk,
@@ -58,7 +61,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
         loop: The loop, which stays as it is.
         number: Makes the new names unique.
     """
-    loop = copy.deepcopy(loop)
+    loop = _Appending().visit(copy.deepcopy(loop))
     found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(with_break(loop), number)
     if found is None:
         return None
@@ -67,7 +70,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     targets = names_in(found.loop.target)
     own = names_in(*found.loop.body, context=ast.Store) - names_of(found.loop.body).read
     rewriter = _Statements(targets, targets | own)
-    found.loop.body = [each for statement in found.loop.body for each in rewriter.statements(statement)]
+    found.loop.body = [each for statement in found.loop.body for each in as_statements(rewriter.visit(statement))]
     _name_places(found, number)
     found.grown = grown_tensors(found.loop, number)
     found.bunched = bunched_lists(found.loop, number)
@@ -170,7 +173,8 @@ def _counted(loop: ast.While, number: int) -> PlainLoop | None:
 
 def _with_length(body: list[ast.stmt], items: str, length: str) -> list[ast.stmt] | None:
     """The body of a loop with a name for the length of a list to which each iteration adds one element; else None."""
-    adding = [place for place, statement in enumerate(body) if _adds_one(statement, items)]
+    added = [added_element(statement) for statement in body]
+    adding = [place for place, each in enumerate(added) if each is not None and same(each[0], variable(items))]
     if len(adding) != 1 or items in names_in(*body[: adding[0]], *body[adding[0] + 1 :], context=ast.Store):
         return None
     after = ast.BinOp(variable(length), ast.Add(), ast.Constant(1))
@@ -178,17 +182,6 @@ def _with_length(body: list[ast.stmt], items: str, length: str) -> list[ast.stmt
     for place, statement in enumerate(body):
         changed.append(_Lengths(items, after if place > adding[0] else variable(length)).visit(statement))
     return changed
-
-
-def _adds_one(statement: ast.stmt, items: str) -> bool:
-    match statement:
-        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [_], [])):
-            return name == items
-        case ast.AugAssign(ast.Name(name), ast.Add(), ast.List([_])):
-            return name == items
-        case ast.Assign([ast.Name(name)], ast.BinOp(ast.Name(other), ast.Add(), ast.List([_]))):
-            return name == other == items
-    return False
 
 
 class _Lengths(ast.NodeTransformer):
@@ -228,8 +221,21 @@ def _is_size(call: ast.Call) -> bool:
     return False
 
 
+class _Appending(ast.NodeTransformer):
+    """Writes each statement that adds one element to a list, such as ``items += [x]``, as ``items.append(x)``."""
+
+    def _changed(self, node: Any) -> Any:
+        added = added_element(node)
+        return node if added is None else ast.copy_location(appending(*added), node)
+
+    visit_AugAssign = visit_Assign = visit_Expr = _changed
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        return node  # a function inside is left alone
+
+
 class _Statements(ast.NodeTransformer):
-    """Writes statements that change an object as ones that append to a list, or assign a new tensor.
+    """Writes statements that change a tensor in place as ones that assign a new tensor.
 
     Args:
         targets: The names that the loop sets.
@@ -239,28 +245,11 @@ class _Statements(ast.NodeTransformer):
     def __init__(self, targets: set[str], own: set[str]) -> None:
         self._targets, self._own = targets, own
 
-    def statements(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Returns what stands for a statement."""
-        found = self.visit(statement)
-        return found if isinstance(found, list) else [found]
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
-        match node:
-            case ast.AugAssign(target, ast.Add(), ast.List([element])):
-                return ast.copy_location(appending(target, element), node)
-        return node
-
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        match node.value:
-            case ast.Call(ast.Attribute(target, "extend"), [ast.List([element])], []):
-                return ast.copy_location(appending(target, element), node)
         base = self._changed_in_place(node.value)
         return node if base is None else _reassigned(base, node.value, node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | list[ast.stmt]:
-        match node:
-            case ast.Assign([target], ast.BinOp(left, ast.Add(), ast.List([element]))) if same(target, left):
-                return ast.copy_location(appending(target, element), node)
         base = self._changed_in_place(node.value)
         if base is None:
             return node
@@ -329,9 +318,7 @@ def _name_places(found: PlainLoop, number: int) -> None:
         place = _changed_place(node)
         if place is None or ast.dump(loaded(place)) in [ast.dump(each) for each in found.places.values()]:
             continue
-        root: ast.expr = place
-        while isinstance(root, ast.Attribute | ast.Subscript):
-            root = root.value
+        root = root_of(place)
         if (
             not isinstance(root, ast.Name)
             or root.id in stored
@@ -363,9 +350,7 @@ def _changed_place(node: ast.AST) -> ast.expr | None:
 
 def _is_used_otherwise(place: ast.expr, body: list[ast.stmt]) -> bool:
     """Whether a body uses an object as a whole, an attribute or item of which has a local name."""
-    root = place
-    while isinstance(root, ast.Attribute | ast.Subscript):
-        root = root.value
+    root = root_of(place)
     parts = [node for node in walk(body) if isinstance(node, ast.Attribute | ast.Subscript)]
     named = [n for n in parts if isinstance(n, ast.Attribute) or isinstance(n.slice, ast.Constant)]
     known = {id(node.value) for node in named}

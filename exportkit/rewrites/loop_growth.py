@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from exportkit.rewrites.loop_indices import plain
-from exportkit.rewrites.loop_lists import Stacked
-from exportkit.rewrites.loop_syntax import appending, assigned, call, same, variable, walk
+from exportkit.rewrites.loop_lists import Stacked, parts_of
+from exportkit.rewrites.loop_syntax import added_element, appending, assigned, call, same, variable, walk
 from exportkit.rewrites.symbolic_lists import SymbolicList
 
 _CATS = {"cat", "concat", "concatenate"}
@@ -153,11 +153,12 @@ def bunched_lists(loop: ast.For, number: int) -> list[Bunched]:
     body, added, found = loop.body, dict[str, list[ast.stmt]](), list[Bunched]()
     uses = Counter(node.id for node in walk(body) if isinstance(node, ast.Name))
     for node in walk(body):
-        match node:
-            case ast.Expr(ast.Call(ast.Attribute(ast.Name(items), "append"), [_], [])) | ast.AugAssign(
-                ast.Name(items), ast.Add(), ast.List()
+        match added_element(node), node:
+            case ((ast.Name(items), _), ast.stmt() as statement) | (
+                _,
+                ast.AugAssign(ast.Name(items), ast.Add(), ast.List()) as statement,
             ):
-                added.setdefault(items, []).append(node)
+                added.setdefault(items, []).append(statement)
     for items, statements in added.items():
         is_one = len(statements) == 1 and isinstance(statements[0], ast.Expr) and statements[0] in body
         if uses[items] != len(statements) or is_one:
@@ -183,15 +184,12 @@ def bunch(items: Any) -> torch.Tensor:
 
 def extended(items: Any, bunches: Stacked) -> Stacked:
     """Returns a list to which every iteration adds several elements."""
-    before = items.parts if isinstance(items, Stacked) else [torch.as_tensor(each)[None] for each in items]
-    return Stacked([*before, *[part.flatten(0, 1) for part in bunches.parts]])
+    return Stacked([*parts_of(items), *[part.flatten(0, 1) for part in bunches.parts]])
 
 
-def joined(tensor: Any, elements: Stacked, dim: Any, in_front: bool) -> torch.Tensor:
+def joined(tensor: Any, elements: SymbolicList, dim: Any, in_front: bool) -> torch.Tensor:
     """Returns what a tensor becomes to which every iteration adds a slice; None for a tensor that the loop begins."""
-    parts = elements.parts
-    axis = dim % (parts[0].ndim - 1)
-    new = [part.movedim(0, axis).flatten(axis, axis + 1) for part in parts]
+    new = elements.joined(dim)
     if tensor is None:
-        return torch.cat(new, axis)
-    return torch.cat([*new, tensor] if in_front else [tensor, *new], axis)
+        return new
+    return torch.cat([new, tensor] if in_front else [tensor, new], dim)

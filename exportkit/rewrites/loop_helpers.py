@@ -47,8 +47,9 @@ from exportkit.rewrites.loop_lists import (
     steps_of_parts,
     until,
 )
+from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.loop_runs import run
-from exportkit.rewrites.symbolic_lists import Parts, SymbolicList
+from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, as_read, range_limits
 
 # Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
@@ -89,18 +90,13 @@ class Helpers:
 
     @staticmethod
     def are_symbolic(*iterated: Any) -> bool:
-        """Returns whether nested loops all have a symbolic length."""
+        """Returns whether a loop, or each of several nested ones, has a symbolic length."""
         return all(isinstance(each, Steps) for each in iterated)
-
-    @staticmethod
-    def is_symbolic(iterated: Any) -> bool:
-        """Returns whether a loop has a symbolic length."""
-        return isinstance(iterated, Steps)
 
     @staticmethod
     def range(*limits: Any) -> Any:
         """Returns the iterations of ``range``."""
-        start, stop, step = {1: (0, *limits, 1), 2: (*limits, 1)}.get(len(limits), limits)
+        start, stop, step = range_limits(*limits)
         if not any(map(_is_symbolic, limits)):
             return range(*limits)
         if not all(map(is_int, limits)) or (_is_symbolic(step) and not start + step < stop):
@@ -111,7 +107,7 @@ class Helpers:
 
     @staticmethod
     def _of_range(start: Any, stop: Any, step: int) -> Steps:
-        least, most = (start, stop - 1) if step > 0 else (stop - start % -step, start)  # not below the last one
+        least, most = (start, stop - 1) if step > 0 else (stop + 1, start)
 
         def given(element: torch.Tensor, iteration: Iteration) -> Position:
             first = least + step if iteration.is_later and step > 0 else least
@@ -134,10 +130,10 @@ class Helpers:
         if not any(isinstance(steps, Steps) for steps in all_steps):
             return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
         if not all(isinstance(steps, Steps) for steps in all_steps):
-            raise TypeError("a loop runs over things of different lengths")
+            raise TypeError("zip() mixes iterables of symbolic and fixed length")
         if not all(steps.count == all_steps[0].count for steps in all_steps):
             if options.get("strict"):
-                raise TypeError("a loop runs over things of different lengths")
+                raise TypeError("zip(strict=True) gets iterables whose lengths may differ")
             count = functools.reduce(torch.sym_min, [steps.count for steps in all_steps])
             all_steps = [steps.until(count) for steps in all_steps]
         givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
@@ -156,7 +152,7 @@ class Helpers:
         if not any(isinstance(steps, Steps) for steps in all_steps):
             return function(*iterated, **options)
         if function is not itertools.product or not all(isinstance(steps, Steps) for steps in all_steps):
-            raise TypeError("a loop runs over a length and over something else")
+            raise TypeError("itertools.product() mixes iterables of symbolic and fixed length")
         return product_of(all_steps)
 
     run = staticmethod(run)
@@ -165,9 +161,8 @@ class Helpers:
     opposite, both, either = staticmethod(opposite), staticmethod(both), staticmethod(either)
     checked = staticmethod(checked)
     is_one_of, chosen, one_of_two = staticmethod(is_one_of), staticmethod(chosen), staticmethod(one_of_two)
-    written = staticmethod(written)
-    only_if = staticmethod(only_if)
-    kept = staticmethod(kept)
+    written, only_if, kept = staticmethod(written), staticmethod(only_if), staticmethod(kept)
+    plain, part, put = staticmethod(plain), staticmethod(part_between), staticmethod(with_item)
 
     @staticmethod
     def tensor(make: type, data: Any) -> Any:
@@ -217,20 +212,31 @@ class Helpers:
         return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
 
     @staticmethod
-    def plain(value: Any) -> Any:
-        """Returns the number of an iteration as a tensor, and anything else as it is."""
-        return plain(value)
-
-    @staticmethod
     def tolist(value: Any) -> Any:
         """Returns what a loop runs over in place of ``value.tolist()``: a tensor, if its length is symbolic."""
         is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])
-        return value if is_symbolic else value.tolist()
+        return as_read(value) if is_symbolic else value.tolist()
 
     @staticmethod
     def number(value: Any) -> Any:
         """Returns a tensor without axes in place of ``value.item()``."""
-        return value.reshape(()) if isinstance(value, torch.Tensor) else value.item()
+        return as_read(value.reshape(())) if isinstance(value, torch.Tensor) else value.item()
+
+    @staticmethod
+    def wide(value: Any, is_compared: bool, is_float: bool) -> Any:
+        """Returns a number that was read from a tensor with the range, or the precision, that it has in Python.
+
+        Args:
+            value: The number, which Python computes with.
+            is_compared: Whether a comparison depends on it, so that its rounding matters.
+            is_float: Whether it becomes a float.
+        """
+        value = plain(value)
+        if not isinstance(value, torch.Tensor) or value.ndim or value.is_complex():
+            return value
+        if is_compared and (is_float or value.is_floating_point()):
+            return value.to(torch.float64)
+        return value.to(torch.int64) if value.dtype is torch.bool else value
 
     @staticmethod
     def view(value: Any, name: str) -> Any:
@@ -292,19 +298,9 @@ class Helpers:
         return exact(left) % exact(right)
 
     @staticmethod
-    def part(start: Any, stop: Any, step: Any) -> Any:
-        """Returns ``slice(start, stop, step)``."""
-        return part_between(start, stop, step)
-
-    @staticmethod
     def item(value: Any, index: Any) -> Any:
         """Returns ``value[index]`` in the body of a loop."""
         return item(value.whole() if isinstance(value, Stacked) else value, index)
-
-    @staticmethod
-    def put(value: Any, index: Any, part: Any) -> Any:
-        """Returns a copy of a tensor in which ``value[index] = part``."""
-        return with_item(value, index, part)
 
     @staticmethod
     def attribute(owner: Any, name: str, root: Any, read: tuple[str, ...]) -> Any:
@@ -324,6 +320,11 @@ class Helpers:
             if _mentions(user, type(owner), name, set()):
                 raise TypeError(f"the loop sets the attribute {name}, which {user.__name__}() also uses")
         return getattr(owner, name, None)
+
+    @staticmethod
+    def refuse(reason: str) -> None:
+        """Raises an error."""
+        raise TypeError(reason)
 
     @staticmethod
     def counted(start: Any, stop: Any, step: Any) -> Any:
@@ -348,15 +349,15 @@ def _arguments_of(owner: Any, args: tuple[Any, ...], options: dict[str, Any], **
 
 
 def _functions(cls: type, name: str) -> list[types.FunctionType]:
-    """The method of this name, or what a property calls."""
-    found = getattr(cls, name, None)
-    found = found.fget if isinstance(found, property) else found
-    return [found] if isinstance(found, types.FunctionType) else []
+    """The methods of this name in a class and its bases, or what a property calls; those of bases for ``super()``."""
+    held = [vars(each)[name] for each in cls.__mro__ if name in vars(each)]
+    found = [each.fget if isinstance(each, property) else each for each in held]
+    return [each for each in found if isinstance(each, types.FunctionType)]
 
 
 def _mentions(function: types.FunctionType, cls: type, name: str, seen: set[str]) -> bool:
     """Whether a method, or one that it calls, uses an attribute."""
-    names = {*function.__code__.co_names} - seen
+    names = names_of_code(function.__code__) - seen
     seen |= names
     return name in names or any(
         _mentions(each, cls, name, seen) for called in names for each in _functions(cls, called)

@@ -89,6 +89,9 @@ class Position:
     def __mul__(self, other: Any) -> Any:
         return self._affine(other, 0) if type(other) is int else self.value * plain(other)
 
+    def __neg__(self) -> Position:
+        return self._affine(-1, 0)
+
     __radd__, __rmul__ = __add__, __mul__
 
     def __lt__(self, other: Any) -> Any:
@@ -180,7 +183,11 @@ class SliceOfUnknownLength:
     def mean(self, *args: Any, **options: Any) -> Any:
         """Returns the mean."""
         filled = self._filled(0, args, options)
-        return self.rows().mean(*args, **options) if filled is None else filled.sum(*args, **options) / self._count
+        if filled is None:
+            return self.rows().mean(*args, **options)
+        dtype = options.get("dtype") or filled.dtype
+        precise = torch.promote_types(dtype, torch.float32)  # a sum in half precision may overflow
+        return (filled.sum(*args, **{**options, "dtype": precise}) / self._count).to(dtype)
 
     def amax(self, *args: Any, **options: Any) -> Any:
         """Returns the largest elements."""
@@ -189,10 +196,6 @@ class SliceOfUnknownLength:
     def amin(self, *args: Any, **options: Any) -> Any:
         """Returns the smallest elements."""
         return self._of_some(math.inf, args, options).amin(*args, **options)
-
-    def max(self, *args: Any, **options: Any) -> Any:
-        """Returns the largest elements, and their places along an axis."""
-        return self._of_some(-math.inf, args, options).max(*args, **options)
 
     def _of_some(self, number: float, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
         assert self._count > 0, "a slice that is empty has no largest element"

@@ -11,7 +11,7 @@ import torch
 from exportkit._torch_compat.pytree import tree_flatten, tree_map
 from exportkit._torch_compat.traced_values import number_asserted
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, item
-from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Parts, SymbolicList
+from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, TensorList
 
 
 class Iteration(NamedTuple):
@@ -24,6 +24,11 @@ class Iteration(NamedTuple):
 
     is_later: bool = False
     is_idle: torch.Tensor | None = None
+
+
+def count_of(elements: Any) -> Any:
+    """Returns how many elements the first axis of nested tensors goes over."""
+    return tree_flatten(elements)[0][0].shape[0]
 
 
 class Steps:
@@ -41,14 +46,14 @@ class Steps:
     @property
     def count(self) -> Any:
         """How many iterations there are."""
-        return tree_flatten(self.elements)[0][0].shape[0]
+        return count_of(self.elements)
 
     def until(self, count: Any) -> Steps:
         """Returns the first iterations."""
         return Steps(tree_map(lambda tensor: tensor[:count], self.elements), self.given, self.first)
 
 
-class Stacked(SymbolicList):
+class Stacked(TensorList):
     """A list to which every iteration of a loop adds a tensor.
 
     Args:
@@ -61,11 +66,6 @@ class Stacked(SymbolicList):
     def whole(self) -> torch.Tensor:
         """Returns all elements along the first axis."""
         return torch.cat(self._parts) if len(self._parts) > 1 else self._parts[0]
-
-    @property
-    def holds_numbers(self) -> bool:
-        """Whether the elements are numbers for Python, not tensors."""
-        return False
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -90,16 +90,13 @@ class Stacked(SymbolicList):
         """Reverses the order of the elements."""
         self._parts = [part.flip(0) for part in reversed(self._parts)]
 
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError(SYMBOLIC_LENGTH)
-
     def __getitem__(self, index: Any) -> Any:
         if index == slice(None, None, -1):
             return Stacked([part.flip(0) for part in reversed(self._parts)])
         return Stacked([self.whole()[index]]) if isinstance(index, slice) else item(self.whole(), index)
 
 
-class StackedLists(SymbolicList):
+class StackedLists(TensorList):
     """A list to which every iteration of a loop adds a list or tuple of tensors.
 
     Args:
@@ -116,10 +113,7 @@ class StackedLists(SymbolicList):
     @property
     def count(self) -> Any:
         """How many elements there are."""
-        return tree_flatten(self.elements)[0][0].shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError(SYMBOLIC_LENGTH)
+        return count_of(self.elements)
 
     def __getitem__(self, index: Any) -> Any:
         change = (lambda tensor: tensor[index]) if isinstance(index, slice) else (lambda tensor: item(tensor, index))
@@ -138,13 +132,18 @@ def steps_of_parts(parts: Parts) -> Steps:
     return Steps(elements, given, lambda: given(tree_map(lambda tensor: tensor[0], elements), Iteration()))
 
 
+def parts_of(items: Any) -> list[torch.Tensor]:
+    """Returns tensors whose first axis goes over elements of a list."""
+    return items.parts if isinstance(items, Stacked) else [torch.as_tensor(item)[None] for item in items]
+
+
 def lists_of(lists: Sequence[Any], added: Sequence[Any], in_front: Sequence[bool]) -> Iterator[Any]:
     """Yields lists with elements added one by one, which are in the order in which they are added.
 
     Nothing, an empty tuple, leaves a list as it is.
     """
     for items, new, is_in_front in zip(lists, added, in_front, strict=True):
-        parts = items.parts if isinstance(items, Stacked) else [item[None] for item in items]
+        parts = parts_of(items)
         if isinstance(new, tuple) and not new:
             yield items
         elif isinstance(new, Parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import types
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -86,6 +87,12 @@ def _loads(node: ast.AST) -> set[str]:
     if isinstance(node, _Comprehension):
         return (inside - names_in(*(each.target for each in node.generators))) | _loads(node.generators[0].iter)
     return inside
+
+
+def names_of_code(code: types.CodeType) -> set[str]:
+    """Returns the global names and attributes that code uses, functions inside of it included."""
+    inside = [names_of_code(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return {*code.co_names}.union(*inside)
 
 
 def uses_in(body: Sequence[ast.stmt]) -> Counter[str]:

@@ -22,7 +22,8 @@ from exportkit._torch_compat.symbolic_shapes import (
 from exportkit.rewrites.lengths import own_types
 from exportkit.rewrites.loop_choices import CAUGHT, checked
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
-from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, lists_of
+from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, count_of, lists_of
+from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.model_code import may_be_caught
 from exportkit.rewrites.symbolic_lists import Parts, Repeated, SymbolicList
 
@@ -55,7 +56,8 @@ def run(
         body = without_aliases(body)
         if may_be_caught(sys._getframe(1)):
             caught = CAUGHT
-            if any(map(_has_checks, body.__code__.co_consts)):  # an inner loop, which cannot ask
+            inner = [code for code in body.__code__.co_consts if isinstance(code, types.CodeType)]
+            if any(checked.__name__ in names_of_code(code) for code in inner):  # an inner loop, which cannot ask
                 raise TypeError(CAUGHT)
     values, begun = [_opened(value) for value in carried], None
     # what is None, or not there, becomes a tensor in the first iteration
@@ -73,19 +75,12 @@ def run(
     return tuple([_closed(*each) for each in pairs]), tuple(lists_of(lists, outputs, in_front))
 
 
-def _has_checks(code: Any) -> bool:
-    """Whether code, or a function inside of it, checks values of tensors."""
-    if not isinstance(code, types.CodeType):
-        return False
-    return checked.__name__ in code.co_names or any(map(_has_checks, code.co_consts))
-
-
 def _first_iteration(
     steps: Steps, body: types.FunctionType, values: list[Any], caught: str | None
 ) -> tuple[list[Any], Any]:
     """The values after the first iteration, and the elements that it adds to lists."""
     if not steps.count > 0:
-        raise TypeError("the first iteration of a loop is another one, and there may be none")
+        raise TypeError("the first iteration differs from the others, and the loop may run zero times")
     first, added = body(tuple(values), steps.first(), caught)
     return [torch.as_tensor(value) if isinstance(value, int) else value for value in first], tree_map(_own, added)
 
@@ -258,7 +253,7 @@ def _operator(steps: Steps, iterations: _Iterations, is_first_apart: bool) -> tu
                 lambda state, element: iterations.run(state, element, None), iterations.state, elements
             )
             return iterations.values(state), outputs
-        is_idle = torch.arange(tree_flatten(elements)[0][0].shape[0]) == 0
+        is_idle = torch.arange(count_of(elements)) == 0
         state, outputs = scan(lambda state, given: iterations.run(state, *given), iterations.state, (elements, is_idle))
         outputs = outputs if is_first_apart else tree_map(lambda output: output[1:], outputs)
         return iterations.values(state), outputs

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import appended, obstacle, rebound
+from exportkit.rewrites.loop_bodies import appended, obstacle, other_reference
 from exportkit.rewrites.loop_choices import NOTHING
 from exportkit.rewrites.loop_comprehensions import with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
@@ -21,6 +21,8 @@ from exportkit.rewrites.loop_syntax import (
     call,
     helper,
     names_in,
+    rebound,
+    root_of,
     tuple_of,
     variable,
     variables,
@@ -81,15 +83,17 @@ class _Loops(ast.NodeTransformer):
         both = ast.If(call("are_symbolic", *limits), as_statements(as_one), as_statements(found))
         return ast.fix_missing_locations(ast.copy_location(both, node))
 
-    def _changed(self, node: ast.For | ast.While, original: ast.stmt | None = None) -> Any:
+    def _changed(self, node: ast.For | ast.While, original: ast.For | ast.While | None = None) -> Any:
         original = original or node
         self._count += 1
         number = self._count
         plain = plain_loop(node, number)
         lists = {} if plain is None else appended(plain.loop)
         is_simple = plain is not None and obstacle(plain.loop, lists) is None
-        names = []
+        names, reason = [], None
         if plain is not None and is_simple:
+            added = {*lists, *plain.elements, *[bunched.name for bunched in plain.bunched]}
+            reason = other_reference(self._definition, original, self._around, added)
             keep_targets(plain, read_after(self._definition.body, original) or set(), number)
             needed = {*plain.places, *plain.targets.values(), *[each.count for each in plain.elements.values()]}
             needed |= {plain.counter} if plain.counter else set()
@@ -102,7 +106,7 @@ class _Loops(ast.NodeTransformer):
         if plain is None or not is_simple:
             return node
         self.found += 1
-        new = _with_body(node, plain, number, names, lists)
+        new = _with_body(node, plain, number, names, lists, reason)
         return [ast.fix_missing_locations(ast.copy_location(statement, node)) for statement in new]
 
     visit_While = visit_For
@@ -122,7 +126,12 @@ class _Loops(ast.NodeTransformer):
 
 
 def _with_body(
-    node: ast.For | ast.While, plain: PlainLoop, number: int, names: list[str], appended: dict[str, ast.Expr]
+    node: ast.For | ast.While,
+    plain: PlainLoop,
+    number: int,
+    names: list[str],
+    appended: dict[str, ast.Expr],
+    reason: str | None,
 ) -> list[ast.stmt]:
     """The statements in place of a loop: a function with its body and a call, and the loop for other lengths.
 
@@ -132,6 +141,7 @@ def _with_body(
         number: Makes the new names unique.
         names: The names that an iteration leaves to the next one, or to the code after the loop.
         appended: The statements that add an element to a list in every iteration, by the list's name.
+        reason: Why the loop raises where it runs over a length; None if it does not.
     """
     loop, lists = plain.loop, [*appended]
     steps, body = f"{_STEPS}_{number}", f"{_BODY}_{number}"
@@ -142,8 +152,8 @@ def _with_body(
     added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
     targets = names_in(loop.target)
     is_first_apart = _decides_by(targets, loop)
-    kept = {*names} - rebound(node) - (rebound(loop) & plain.places.keys())
-    statements = body_statements(loop.body, added, targets, {*names})
+    kept = {*names} - rebound(*node.body) - (rebound(*loop.body) & plain.places.keys())
+    statements = body_statements(loop, added, {*names})
     function = ast.FunctionDef(
         body,
         _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element"), ast.arg(IS_IDLE)]),
@@ -171,9 +181,11 @@ def _with_body(
     after = ast.Tuple([variables(names, ast.Store()), variables(lists, ast.Store())], ast.Store())
     iterated, ends_early = _Iterated().visit(loop.iter), ast.Constant(plain.flag is not None)
     symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop, steps)]
+    if reason is not None:
+        symbolic = [ast.Expr(call("refuse", ast.Constant(reason)))]
     return [
         assigned(steps, call("steps", iterated, ends_early)),
-        ast.If(call("is_symbolic", variable(steps)), symbolic, [again]),
+        ast.If(call("are_symbolic", variable(steps)), symbolic, [again]),
     ]
 
 
@@ -184,7 +196,7 @@ def _local(name: str, default: str | None = None) -> ast.expr:
 
 
 def _decides_by(targets: set[str], loop: ast.For) -> bool:
-    """Whether a body decides by what the loop sets, as in ``if i == 0``: the first iteration may be another one."""
+    """Whether a body decides by what the loop sets, as in ``if i == 0``: the first iteration may differ."""
     decisions = [node for node in walk(loop.body) if isinstance(node, ast.If | ast.IfExp)]
     tests = [node.test for node in decisions if isinstance(node, ast.IfExp) or not only_raises(node.body)]
     return any(isinstance(node, ast.Name) and node.id in targets for test in tests for node in ast.walk(test))
@@ -196,9 +208,7 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
     for name, place in plain.places.items():
         value: ast.expr = place
         if isinstance(place, ast.Attribute):
-            root: ast.expr = place
-            while isinstance(root, ast.Attribute):
-                root = root.value
+            root = root_of(place)
             read = {
                 node.attr
                 for node in walk(plain.loop.body)

@@ -10,7 +10,17 @@ from typing import Any
 
 from exportkit.rewrites.loop_choices import NOTHING, choosing, is_choice, later, older_names, with_tensors
 from exportkit.rewrites.loop_names import names_of, uses_in
-from exportkit.rewrites.loop_syntax import IS_IDLE, as_statements, assigned, call, helper, variable
+from exportkit.rewrites.loop_syntax import (
+    IS_IDLE,
+    as_statements,
+    assigned,
+    call,
+    helper,
+    loaded,
+    names_in,
+    variable,
+    walk,
+)
 from exportkit.rewrites.model_code import only_raises
 
 _RESULT = "_exportkit_result"  # the name of what a function returns
@@ -20,20 +30,20 @@ _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes of tensors
 _INEXACT = {ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"}
 
 
-def body_statements(
-    body: Sequence[ast.stmt], added: dict[int, str], targets: set[str], kept: set[str]
-) -> list[ast.stmt]:
+def body_statements(loop: ast.For, added: dict[int, str], kept: set[str]) -> list[ast.stmt]:
     """Returns the statements of a loop's body as ones that change no object.
 
+    Numbers that the loop sets as its targets are tensors wherever they are not in an index.
+
     Args:
-        body: The body, which changes, too.
+        loop: The loop, whose body changes, too.
         added: By the identity of the statement that adds to a list, the name that takes the element.
-        targets: The names that the loop sets. Their numbers are tensors wherever they are not in an index.
         kept: Names that have values before the body.
     """
-    rewriter = _Statements(added, targets, kept, uses_in(body))
-    statements = rewriter.visited(body)
-    return [*rewriter.begun(body[0]), *statements]
+    read = _read_names(loop.body) | _read_targets(loop.target, loop.iter)
+    rewriter = _Statements(added, names_in(loop.target), kept, uses_in(loop.body), read)
+    first, statements = loop.body[0], rewriter.visited(loop.body)
+    return [*rewriter.begun(first), *statements]
 
 
 def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> bool:
@@ -55,7 +65,7 @@ def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> b
         definition.body = [*body, ast.copy_location(ast.Return(variable(_RESULT)), definition.body[-1])]
     body = definition.body
     kept = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)} | names_of(body).read
-    rewriter = _Statements({}, set(), kept, uses_in(body))
+    rewriter = _Statements({}, set(), kept, uses_in(body), _read_names(body))
     decisions_of = _Decisions(lines, rewriter)
     statements = [each for statement in body for each in as_statements(decisions_of.visit(statement))]
     definition.body = [*rewriter.begun(body[0]), *statements]
@@ -105,10 +115,21 @@ class _Decisions(ast.NodeTransformer):
 
 
 class _Statements(ast.NodeTransformer):
-    """Rewrites statements; for the arguments, see `body_statements`. Uses are those of names in all of the body."""
+    """Rewrites statements.
 
-    def __init__(self, added: dict[int, str], targets: set[str], kept: set[str], uses: Counter[str]) -> None:
-        self._added, self._targets, self._kept, self._uses = added, targets, kept, uses
+    Args:
+        added: See `body_statements`.
+        targets: The names that the loop sets as its targets.
+        kept: See `body_statements`.
+        uses: How often the body uses each name.
+        read: Names of numbers that are read from tensors.
+    """
+
+    def __init__(
+        self, added: dict[int, str], targets: set[str], kept: set[str], uses: Counter[str], read: set[str]
+    ) -> None:
+        self._added, self._targets, self._kept, self._uses, self._read = added, targets, kept, uses, read
+        self._compared: bool | None = None  # inside of a comparison of numbers: whether floats take part
         self._unset = set[str]()  # names that one side of a decision sets, and that may not be set before
         self._depth = 0  # of indices
         self._decisions = 0
@@ -197,18 +218,27 @@ class _Statements(ast.NodeTransformer):
         return ast.copy_location(assigned(inner.id, value), node)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
-        """Leaves the number of an iteration as it is where it is compared with a constant, which may be decided."""
+        """Leaves the number of an iteration as it is where it is compared with a constant, which may be decided.
+
+        Numbers that are read from tensors are compared in the precision that they have in Python.
+        """
+        if self._has_read([node.left, *node.comparators]):
+            parts = [*ast.walk(node)]
+            divides = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div) for part in parts)
+            around = self._compared
+            self._compared = divides or any(
+                isinstance(part, ast.Constant) and isinstance(part.value, float) for part in parts
+            )
+            node.left, *node.comparators = map(self._wide, [node.left, *node.comparators])
+            self._compared = around
+            return node
         match node:
             case ast.Compare(ast.Name(name), [_], [ast.Constant()]) if name in self._targets:
                 return node
         return self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
-        target: Any = node.target
-        read: ast.expr = variable(target.id) if isinstance(target, ast.Name) else target
-        if isinstance(target, ast.Subscript):
-            read = ast.Subscript(target.value, target.slice, ast.Load())
-        plain = ast.Assign([target], ast.BinOp(read, node.op, node.value))
+        plain = ast.Assign([node.target], ast.BinOp(loaded(node.target), node.op, node.value))
         return self.visit(ast.copy_location(plain, node))
 
     def visit_Call(self, node: ast.Call) -> Any:
@@ -235,8 +265,23 @@ class _Statements(ast.NodeTransformer):
             return node
         return ast.copy_location(call("view", node.value, ast.Constant(node.attr)), node)
 
+    def _has_read(self, values: Sequence[ast.expr]) -> bool:
+        """Whether values are all numbers for Python, and some of them are read from tensors."""
+        kinds = {_kind(value, self._read) for value in values}
+        return "read" in kinds and None not in kinds
+
+    def _wide(self, value: ast.expr) -> ast.expr:
+        changed: ast.expr = self.visit(value)
+        if isinstance(value, ast.BinOp | ast.Constant):
+            return changed
+        facts = ast.Constant(self._compared is not None), ast.Constant(bool(self._compared))
+        return ast.copy_location(call("wide", changed, *facts), value)
+
     def visit_BinOp(self, node: ast.BinOp) -> Any:
-        self.generic_visit(node)
+        if self._has_read([node.left, node.right]):
+            node.left, node.right = self._wide(node.left), self._wide(node.right)
+        else:
+            self.generic_visit(node)
         name = _INEXACT.get(type(node.op))
         return node if name is None else ast.copy_location(call(name, node.left, node.right), node)
 
@@ -244,6 +289,50 @@ class _Statements(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load):
             return self.generic_visit(node)
         return ast.copy_location(call("item", self.visit(node.value), self._index(node)), node)
+
+
+def _kind(value: ast.expr, read: set[str]) -> str | None:
+    """Whether an expression is a number for Python: one that is read from a tensor, a constant, or neither."""
+    match value:
+        case ast.Call(ast.Attribute(_, "item"), [], []):
+            return "read"
+        case ast.Name(name) if name in read:
+            return "read"
+        case ast.Constant(int() | float()):
+            return "constant"
+        case ast.UnaryOp(ast.USub() | ast.UAdd(), operand):
+            return _kind(operand, read)
+        case ast.BinOp(left, _, right):
+            kinds = {_kind(left, read), _kind(right, read)}
+            return None if None in kinds else "read" if "read" in kinds else "constant"
+    return None
+
+
+def _read_names(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that stand for nothing but numbers that are read from tensors."""
+    found, others = set[str](), Counter(name for name in _stores(body))
+    for node in walk(body):
+        match node:
+            case ast.Assign([ast.Name(name)], value) if _kind(value, found) == "read":
+                found.add(name)
+                others[name] -= 1
+    return {name for name in found if not others[name]}
+
+
+def _read_targets(target: ast.expr, iterated: ast.expr) -> set[str]:
+    """The names of a loop's target that stand for numbers of ``tensor.tolist()``."""
+    match target, iterated:
+        case ast.Name(name), ast.Call(ast.Attribute(_, "tolist"), [], []):
+            return {name}
+        case ast.Tuple([_, each]), ast.Call(ast.Name("enumerate"), [inner, *_]):
+            return _read_targets(each, inner)
+        case ast.Tuple(targets), ast.Call(ast.Name("zip"), several):
+            return set[str]().union(*map(_read_targets, targets, several))
+    return set()
+
+
+def _stores(body: Sequence[ast.stmt]) -> list[str]:
+    return [node.id for node in walk(body) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
 
 
 def _is_self(value: ast.expr) -> bool:

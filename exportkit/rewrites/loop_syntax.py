@@ -49,6 +49,22 @@ def appending(target: ast.expr, element: ast.expr, method: str = "append") -> as
     return ast.Expr(ast.Call(ast.Attribute(loaded(target), method, ast.Load()), [element], []))
 
 
+def added_element(statement: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+    """Returns the list to which a statement adds one element, and the element; None for other statements."""
+    match statement:
+        case (
+            ast.Expr(ast.Call(ast.Attribute(place, "append"), [element], []))
+            | ast.Expr(ast.Call(ast.Attribute(place, "extend"), [ast.List([element])], []))
+            | ast.AugAssign(place, ast.Add(), ast.List([element]))
+        ) if not isinstance(element, ast.Starred):
+            return place, element
+        case ast.Assign([place], ast.BinOp(left, ast.Add(), ast.List([element]))) if same(
+            place, left
+        ) and not isinstance(element, ast.Starred):
+            return place, element
+    return None
+
+
 def as_statements(found: ast.AST | list[ast.stmt]) -> list[ast.stmt]:
     """Returns what an `ast.NodeTransformer` made of a statement as a list."""
     return found if isinstance(found, list) else [found]  # type: ignore[list-item]
@@ -79,10 +95,25 @@ def base(node: ast.expr) -> ast.expr:
     return node
 
 
+def root_of(node: ast.expr) -> ast.expr:
+    """Returns what ``a.b[c].d`` begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node
+
+
 def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
     """Returns the names in some nodes: all of them, or those in one context, such as ``ast.Store``."""
     names = [each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)]
     return {name.id for name in names if isinstance(name.ctx, context)}
+
+
+def rebound(*nodes: ast.AST) -> set[str]:
+    """Returns the names that some nodes set as such: ``x[0] = 1`` and ``x += 1`` may change what a name stands for."""
+    found = [each for node in nodes for each in ast.walk(node)]
+    changing = {id(each.target) for each in found if isinstance(each, ast.AugAssign)}
+    names = [each for each in found if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    return {name.id for name in names if id(name) not in changing}
 
 
 def walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:

@@ -19,8 +19,8 @@ from exportkit._torch_compat.modules import recurrent_functions
 from exportkit._torch_compat.traced_values import asserted, at_most
 from exportkit.overrides import Attribute, replaced
 from exportkit.rewrites.lengths import Int
-from exportkit.rewrites.lists import PACK
 
+PACK = "_pack_padded_sequence"  # the function that packs sequences of different lengths for a recurrent layer
 _State = tuple[torch.Tensor, ...]
 _Cell = Callable[[torch.Tensor, _State, list[Any]], _State]
 
@@ -112,15 +112,28 @@ def projected_layers(_model: torch.nn.Module) -> contextlib.AbstractContextManag
     def run(data: torch.Tensor, first: Any, *others: Any) -> Any:
         if isinstance(first, torch.Tensor | Filled):  # a packed sequence
             return original(data, first, *others)
-        weights, has_biases, count, _, _, is_bidirectional, batch_first = others
+        weights, has_biases, count, _, _, is_bidirectional, _ = others
         if len(weights) == count * (1 + is_bidirectional) * (4 if has_biases else 2):
             return original(data, first, *others)
-        tokens = data.transpose(0, 1) if batch_first else data
-        filled = Filled(torch.ones(tokens.shape[:2], dtype=torch.bool))
-        found, *states = _through(_lstm, filled, tokens, first, *others[:-1])
-        return found.transpose(0, 1) if batch_first else found, *states
+        return recurrence("lstm")(data, first, *others)
 
     return replaced([(Attribute(functions, "lstm"), run)])
+
+
+def recurrence(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Returns what stands for the function of a recurrent layer: one loop operator for each layer and direction.
+
+    Args:
+        name: The function, such as ``rnn_tanh``.
+    """
+
+    def run(data: torch.Tensor, first: Any, *others: Any) -> tuple[torch.Tensor, ...]:
+        *options, batch_first = others
+        tokens = data.transpose(0, 1) if batch_first else data
+        found, *states = _through(_CELLS[name], None, tokens, first, *options)
+        return found.transpose(0, 1) if batch_first else found, *states
+
+    return run
 
 
 def layers_in_loops() -> list[tuple[Any, Any]]:
@@ -145,11 +158,10 @@ def _in_loops(original: Callable[..., Any]) -> Callable[..., Any]:
             first += [tokens.new_zeros(*shape, self.hidden_size)] if is_pair else []
         else:
             first = [part if input.ndim > 2 else part.unsqueeze(1) for part in (hx if is_pair else (hx,))]
-        length = tokens.shape[0]
-        filled = None if isinstance(length, int) else Filled(torch.ones(tokens.shape[:2], dtype=torch.bool))
+        is_unrolled = isinstance(tokens.shape[0], int)  # few tokens, usually one
         weights = [weight for layer in self.all_weights for weight in layer]
         options = self.bias, self.num_layers, self.dropout, self.training, self.bidirectional
-        found, *last = _through(_CELLS[self.mode.lower()], filled, tokens, first, weights, *options)
+        found, *last = _through(_CELLS[self.mode.lower()], None, tokens, first, weights, *options, is_unrolled)
         found = found.movedim(0, time)
         if input.ndim == 2:
             found, last = found.squeeze(1), [state.squeeze(1) for state in last]
@@ -181,8 +193,9 @@ def _through(  # noqa: PLR0917 (torch's positions)
     dropout: float,
     is_training: bool,
     is_bidirectional: bool,
+    is_unrolled: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """The padded outputs of all layers, and their last states. Few tokens without a mask are not made a loop."""
+    """The padded outputs of all layers, and their last states."""
     directions = 2 if is_bidirectional else 1
     per_layer = len(weights) // (count * directions)
     states = first if isinstance(first, tuple | list) else (first,)
@@ -196,7 +209,10 @@ def _through(  # noqa: PLR0917 (torch's positions)
                 own[2:2] = [None, None]
             reverse = (lambda tensor: tensor.flip(0)) if filled is None else filled.reversed
             given = reverse(sequences) if direction else sequences
-            state, outputs = _run(cell, filled, given, tuple(state[index] for state in states), own)
+            before = tuple(state[index] for state in states)
+            state, outputs = (
+                _run_unrolled(cell, given, before, own) if is_unrolled else _run(cell, filled, given, before, own)
+            )
             found.append(reverse(outputs) if direction else outputs)
             last.append(state)
         sequences = torch.cat(found, dim=-1)
@@ -210,21 +226,27 @@ def _run(
 ) -> tuple[_State, torch.Tensor]:
     """The last state of one layer in one direction, and its outputs."""
     inputs = torch.nn.functional.linear(sequences, *weights[:3:2])
-    if filled is None:
-        found = []
-        for place in range(inputs.shape[0]):
-            state = cell(inputs[place], state, weights[1:2] + weights[3:])
-            found.append(state[0])
-        return state, torch.stack(found)
 
     def step(state: _State, token: tuple[torch.Tensor, ...]) -> tuple[_State, torch.Tensor]:
-        value, is_filled = token
-        new = cell(value, state, weights[1:2] + weights[3:])
-        return tuple(torch.where(is_filled, *pair) for pair in zip(new, state, strict=True)), new[0].clone()
+        new = cell(token[0], state, weights[1:2] + weights[3:])
+        after = new if filled is None else [torch.where(token[1], *pair) for pair in zip(new, state, strict=True)]
+        return tuple(after), new[0].clone()
 
     # a view starts at an offset, which the loop operator makes a number
-    last, outputs = scan(step, tuple(part.clone() for part in state), (inputs, filled.mask.unsqueeze(-1)))
+    tokens = (inputs,) if filled is None else (inputs, filled.mask.unsqueeze(-1))
+    last, outputs = scan(step, tuple(part.clone() for part in state), tokens)
     return last, outputs
+
+
+def _run_unrolled(
+    cell: _Cell, sequences: torch.Tensor, state: _State, weights: list[Any]
+) -> tuple[_State, torch.Tensor]:
+    """The same for few tokens, which are not made a loop."""
+    inputs, found = torch.nn.functional.linear(sequences, *weights[:3:2]), []
+    for place in range(inputs.shape[0]):
+        state = cell(inputs[place], state, weights[1:2] + weights[3:])
+        found.append(state[0])
+    return state, torch.stack(found)
 
 
 def _lstm(inputs: torch.Tensor, state: _State, weights: list[Any]) -> _State:

@@ -1,8 +1,8 @@
 """Sizes as keys: dictionaries and sets in which models look lengths up, such as tables of positions by length.
 
 A symbolic size has no hash in torch. Here it has one, and is a key that no dictionary has yet, so a trace takes the
-way of a length that was never seen. Where a dictionary has keys, that is a decision: sizes are compared with them, so
-that the trace records on which sizes its way depends.
+cache-miss branch. Where a dictionary has keys, that is a decision: sizes are compared with them, so that the trace
+records on which sizes its way depends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SizeKeys:
     """
 
     skipped: bool = False
-    _trace: int = field(default_factory=lambda: next(_numbers))  # a key of another trace is another one
+    _trace: int = field(default_factory=lambda: next(_numbers))  # keys of different traces differ
     _containers: dict[int, _Container] = field(default_factory=dict)
     _sizes: dict[Any, torch.SymInt] = field(default_factory=dict)  # by expression
     _line: Any = None  # where the last sizes were looked up, as one tuple or one after the other

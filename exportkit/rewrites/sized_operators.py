@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.rewrites.lengths import holds_sizes
+from exportkit.rewrites.packed_sequences import recurrence
 from exportkit.rewrites.statistics import STATISTICS
 from exportkit.rewrites.symbolic_lists import Sizes
 
@@ -134,49 +134,6 @@ def _kron(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     for axis in range(rank):
         left, right = left.unsqueeze(2 * axis + 1), right.unsqueeze(2 * axis)
     return (left * right).reshape([left.shape[2 * axis] * right.shape[2 * axis + 1] for axis in range(rank)])
-
-
-def _recurrence(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """A plain recurrent layer as one loop operator for each layer and direction."""
-
-    def run(  # noqa: PLR0917 (torch's positions)
-        inputs: torch.Tensor,
-        first: torch.Tensor,
-        weights: list[torch.Tensor],
-        has_biases: bool,
-        count: int,
-        dropout: float,
-        is_training: bool,
-        is_bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        values, last = inputs.transpose(0, 1) if batch_first else inputs, []
-        directions, size = 2 if is_bidirectional else 1, 4 if has_biases else 2
-        for layer in range(count):
-            found = []
-            for index in range(layer * directions, (layer + 1) * directions):
-                kernel, inner, *biases = weights[index * size : (index + 1) * size]
-                tokens = torch.nn.functional.linear(values, kernel, *biases[:1])
-                is_reverse = index % directions == 1
-                state, outputs = _run(
-                    activation, inner, biases[1:], first[index], tokens.flip(0) if is_reverse else tokens
-                )
-                found.append(outputs.flip(0) if is_reverse else outputs)
-                last.append(state)
-            values = torch.cat(found, dim=-1)
-            if layer < count - 1:
-                values = torch.dropout(values, dropout, is_training)
-        return values.transpose(0, 1) if batch_first else values, torch.stack(last)
-
-    return run
-
-
-def _run(activation: Any, weight: torch.Tensor, bias: Any, state: torch.Tensor, tokens: torch.Tensor) -> Any:
-    def step(state: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        new = activation(token + torch.nn.functional.linear(state, weight, *bias))
-        return new, new.clone()
-
-    return scan(step, state.clone(), tokens)  # a view starts at an offset, which the loop operator makes a number
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
@@ -381,7 +338,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     aten.kron.default: _kron,
     aten.take_along_dim.default: _take_along_dim,
     aten.tensor_split.sections: _tensor_split,
-    aten.rnn_tanh.input: _recurrence(torch.tanh),
-    aten.rnn_relu.input: _recurrence(torch.relu),
+    aten.rnn_tanh.input: recurrence("rnn_tanh"),
+    aten.rnn_relu.input: recurrence("rnn_relu"),
     **STATISTICS,
 }

@@ -36,10 +36,9 @@ def _cov(
 
 
 def _corrcoef(values: torch.Tensor) -> torch.Tensor:
-    if values.ndim < 2:
-        found = _cov(values)
-        return found / found
     found = _cov(values)
+    if values.ndim < 2:
+        return found / found
     deviation = found.diagonal().real.sqrt()
     ratio = found / deviation[:, None] / deviation[None]
     if ratio.is_complex():

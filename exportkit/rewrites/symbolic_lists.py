@@ -33,6 +33,23 @@ class SymbolicList:
         """Tensors whose first axis goes over elements of the list; only elements of one of them have the same shape."""
         return [self.whole()]
 
+    def joined(self, axis: int) -> torch.Tensor:
+        """Returns the elements one after the other, along an axis of theirs."""
+        axis %= self.parts[0].ndim - 1
+        return torch.cat([part.movedim(0, axis).flatten(axis, axis + 1) for part in self.parts], axis)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(SYMBOLIC_LENGTH)
+
+
+class TensorList(SymbolicList):
+    """A list of symbolic length whose elements are tensors, also nested ones."""
+
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether the elements are numbers for Python, not tensors."""
+        return False
+
 
 @dataclass(frozen=True)
 class Sizes(SymbolicList):
@@ -41,9 +58,6 @@ class Sizes(SymbolicList):
     tensor: torch.Tensor
 
     def __len__(self) -> int:
-        raise TypeError(SYMBOLIC_LENGTH)
-
-    def __iter__(self) -> Iterator[Any]:
         raise TypeError(SYMBOLIC_LENGTH)
 
     def whole(self) -> torch.Tensor:
@@ -74,7 +88,7 @@ class Repeated(SymbolicList):
         return items.repeat(self.times, *[1] * (items.ndim - 1))
 
 
-class Parts(SymbolicList):
+class Parts(TensorList):
     """A list of tensors that are as long as values say, each along one axis.
 
     Args:
@@ -91,17 +105,9 @@ class Parts(SymbolicList):
         """How many elements there are."""
         return self.lengths.shape[0]
 
-    @property
-    def holds_numbers(self) -> bool:
-        """Whether the elements are numbers for Python, not tensors."""
-        return False
-
     def whole(self) -> torch.Tensor:
         """Raises an error: the elements have different shapes."""
         raise TypeError("the elements of this list have lengths that depend on values")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError(SYMBOLIC_LENGTH)
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):
@@ -114,6 +120,7 @@ class Parts(SymbolicList):
 
     def joined(self, axis: int) -> torch.Tensor:
         """Returns the elements one after the other, along their own axis."""
+        axis %= self.padded.ndim - 1
         if axis != self.axis:
             self.whole()
         return self.padded.movedim(axis + 1, 1)[self._is_there()].movedim(0, axis)
@@ -183,6 +190,17 @@ class Numbers(SymbolicList):
 
     def __radd__(self, other: list[Any]) -> Numbers:
         return Numbers(self._start, self._step, self._steps, (*other, *self._first))
+
+
+def as_read(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns numbers as Python reads them from a tensor: its ints do not wrap."""
+    is_int = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool)
+    return numbers.to(torch.int64) if is_int else numbers
+
+
+def range_limits(first: Any, stop: Any = None, step: Any = 1) -> tuple[Any, Any, Any]:
+    """Returns where a range starts and stops, and its step, given the arguments of ``range``."""
+    return (0, first, step) if stop is None else (first, stop, step)
 
 
 def _turns(distance: Any, step: int) -> Any:

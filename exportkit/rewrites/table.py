@@ -187,12 +187,6 @@ REWRITES = (
         attention.nan_for_hidden_rows,
         matches=lambda model, _: any(isinstance(part, torch.nn.MultiheadAttention) for part in model.modules()),
     ),
-    Rewrite(
-        "attention of tokens that see nothing is zero",
-        attention.zeros_for_fully_masked_rows,
-        argument="attention_mask",
-        matches=attention.has_mask_of_pairs,
-    ),
 )
 
 # The rest is chosen by `exportkit.export` for what a call does not show.

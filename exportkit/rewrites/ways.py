@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit.overrides import Attribute, replaced, with_imports
-from exportkit.rewrites.branches import deciding, instructions_by_line, place_asking
+from exportkit.rewrites.branches import deciding, instructions_by_line, place_asking, tracing
 from exportkit.rewrites.model_code import Place
 
 Way = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
@@ -61,12 +61,8 @@ def _jumps_noted(places: Collection[Place], noted: Mapping[Place, list[bool]]) -
 
         return step
 
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
+    with tracing(enter):
         yield
-    finally:
-        sys.settrace(before)
 
 
 class _Jump(NamedTuple):

@@ -112,6 +112,22 @@ def test_the_numbers_of_a_tensor_are_reduced_in_the_graph(tmp_path):
         graph(torch.randn(2), torch.tensor([-1, -2]))
 
 
+class Total(torch.nn.Module):
+    def forward(self, x, lengths):
+        return x * sum(lengths.tolist())
+
+
+def test_a_sum_of_small_numbers_does_not_wrap(tmp_path):
+    model, observer = Total(), exportkit.InputObserver()
+    with observer(model):
+        for count in (5, 7):
+            model(torch.randn(count, 4), torch.ones(count, dtype=torch.int8))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    x, lengths = torch.randn(6, 4), torch.full((6,), 100, dtype=torch.int8)
+    torch.testing.assert_close(graph(x, lengths), model(x, lengths))
+
+
 HELPERS = """
 import torch
 

@@ -115,7 +115,7 @@ def into_lists_up_to_a_value(self, x):
     token, tokens, scores = x.sum((1, 2)).long() % 4, [], []
     for _ in range(16):
         score, token = (self.layer.weight[token] + x.mean(1)).softmax(-1).max(-1)
-        tokens.append(token)
+        tokens += [token]
         scores.append(score)
         if (token == 3).any():
             break

@@ -30,6 +30,9 @@ class Looping(torch.nn.Module):
     def forward(self, *args):
         return self.function(self, *args)
 
+    def of_its_base(self, x):
+        return x + self.last
+
 
 class OfClass(Looping):
     """Calls a method of its class."""
@@ -39,6 +42,16 @@ class OfClass(Looping):
 
     def of_a_method(self, x):
         return self.layer(x) + self.last
+
+    def of_a_lambda(self, x):
+        return (lambda factor: self.last * factor)(0.5) + x  # noqa: PLC3002 (as models have it)
+
+    def of_its_base(self, x):
+        return super().of_its_base(x) * 0.5
+
+    def collect(self, x, states):
+        for t in range(x.shape[1]):
+            states.append(self.layer(x[:, t]))
 
 
 def looping(function, is_method=True):
@@ -496,17 +509,92 @@ def test_a_part_of_a_row_is_set_to_as_many_values_or_the_call_is_refused(tmp_pat
             torch.testing.assert_close(graph(x, torch.tensor(lengths)), model(x, torch.tensor(lengths)))
 
 
+def of_levels(self, x, levels):
+    found = []
+    for i in range(levels.shape[0]):
+        level = levels[i].item()
+        found.append(x[i] * (level * 2) + x[0] * (levels[i].item() - 128))
+    return torch.stack(found), torch.stack([x[0] * (level * level) for level in levels.tolist()])
+
+
+def of_flags(self, x, flags):
+    seen, found = flags > 20, []
+    for i in range(len(x)):
+        is_seen = seen[i].item()
+        found.append(x[i] * (is_seen + seen[0].item()) + (1 if is_seen else 0))
+    return torch.stack(found)
+
+
+def of_thresholds(self, x, levels):
+    found, thirds = [], [x[0] * (level / 3 > 5592405.5) for level in levels.int().tolist()]
+    for i, level in enumerate(levels.tolist()):
+        found.append(x[i] * (1.0 if level == 0.1 else 2.0 if level > 0.3 else 3.0))
+    return torch.stack(found), torch.stack(thirds)
+
+
+READ = {
+    of_levels: (torch.uint8, [[200, 250, 3, 255], [130]]),
+    of_flags: (torch.int32, [[40, 40, 1], [1, 2, 40]]),
+    of_thresholds: (torch.float32, [[0.1, 0.2, 0.3], [16777218.0, 0.30000001, 16777216.0, 16777220.0]]),
+}
+
+
+@pytest.mark.parametrize("function", READ)
+def test_numbers_that_a_loop_reads_neither_wrap_nor_are_rounded(function, tmp_path):
+    dtype, others = READ[function]
+    model, observer = Looping(function).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(5, 4), torch.tensor([1, 19, 30, 2, 4]).to(dtype))
+        model(torch.randn(7, 4), torch.tensor([30, 5, 6, 1, 2, 40, 7]).to(dtype))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for values in others:
+        x, numbers = torch.randn(len(values), 4), torch.tensor(values).to(dtype)
+        torch.testing.assert_close(graph(x, numbers), model(x, numbers), atol=1e-5, rtol=1e-4)
+
+
+def places_of_the_largest(self, x, lengths):
+    found = []
+    for i, length in enumerate(lengths):
+        largest = x[i, length - 1 :].max(0)
+        found.append(largest.values + largest.indices)
+    return torch.stack(found), torch.stack(
+        [row[length - 1 :].max(0).indices for row, length in zip(x, lengths, strict=True)]
+    )
+
+
+def test_places_in_a_slice_count_from_its_start(tmp_path):
+    model, graph = exported_rows(places_of_the_largest, tmp_path)
+    for x in (torch.randn(3, 9, 4), torch.full((3, 9, 4), -math.inf), torch.full((3, 9, 4), math.nan)):
+        lengths = torch.tensor([2, 9, 1])
+        torch.testing.assert_close(graph(x, lengths), model(x, lengths), equal_nan=True)
+
+
+def test_means_of_slices_in_half_precision_do_not_overflow(tmp_path):
+    model, observer = Looping(mean_of_each_row).eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.rand(2, 5, 4).half(), torch.tensor([5, 3]))
+        model(torch.rand(3, 8, 4).half(), torch.tensor([4, 8, 1]))
+    exported = exportkit.export(model, observer)
+    x, lengths = torch.full((2, 600, 4), 200.0).half(), torch.tensor([600, 500])
+    want = model(x, lengths)
+    torch.testing.assert_close(exported.program.module(check_guards=False)(args_0=x, args_1=lengths), want)
+
+
 def padded_and_joined(self, x, lengths):
     padded = [self.layer(x[i, :length]) for i, length in enumerate(lengths)]
     seen = torch.arange(x.shape[1]) < lengths[:, None]
     chosen, means = [row[mask] for row, mask in zip(x, seen, strict=True)], []
     for row in chosen:
         means.append(row.sum(0))
+    first = x[0, :0]
+    for i, length in enumerate(lengths):
+        first = torch.cat([first, x[i, :length] * 2])
     across = [row[:length].transpose(0, 1) for row, length in zip(x, lengths, strict=True)]
     return (
         torch.nn.utils.rnn.pad_sequence(padded, batch_first=True, padding_value=-1.0),
         torch.nn.utils.rnn.pad_sequence(chosen),
-        torch.cat(chosen),
+        torch.cat(chosen) + first,
         torch.cat(across, dim=1),
         torch.stack(means),
         chosen[0],
@@ -645,6 +733,21 @@ def with_the_first_iteration_apart(self, x):
     return torch.stack(outputs, 1), torch.stack(differences, 1), state * i
 
 
+def from_the_end(self, x):
+    state = total = self.layer(x[:, 0])
+    parts, last = [], []
+    for i in range(x.shape[1] - 1, -1, -1):
+        state = torch.tanh(self.layer(x[:, i : i + 1]) + state[:, None])[:, 0]
+        parts.append(state)
+    for i in range(1, x.shape[1] + 1):
+        last.append(torch.add(x[:, -i], state))
+        total += x[:, -i]
+    first = total
+    for row in x.unbind(1):
+        total += row
+    return torch.stack(parts, 1), torch.stack(last, 1), total - first
+
+
 def from_the_second_on(self, x):
     rows = torch.zeros(1, 4)
     best = x[:, 0] + torch.Tensor(rows)
@@ -688,6 +791,7 @@ def with_recurrent_layers(self, x):
         with_recurrent_layers,
         with_the_first_iteration_apart,
         from_the_second_on,
+        from_the_end,
     ],
 )
 def test_state_in_other_places_is_carried_at_any_length(function, tmp_path):
@@ -799,6 +903,73 @@ def that_sets_an_attribute_that_a_method_uses(self, x):
     return self.last
 
 
+def that_sets_an_attribute_that_a_lambda_uses(self, x):
+    self.last = x[:, 0]
+    for i in range(x.shape[1]):
+        self.last = torch.tanh(self.of_a_lambda(x[:, i]))
+    return self.last
+
+
+def that_sets_an_attribute_that_a_base_class_uses(self, x):
+    self.last = x[:, 0]
+    for i in range(x.shape[1]):
+        self.last = torch.tanh(self.of_its_base(x[:, i]))
+    return self.last
+
+
+def that_sets_what_a_function_reads(self, x):
+    state = x[:, 0]
+
+    def step(value):
+        return torch.tanh(self.layer(value) + state)
+
+    for i in range(x.shape[1]):
+        state = step(x[:, i])
+    return state
+
+
+def that_sets_what_a_lambda_reads(self, x):
+    state, states = x[:, 0], []
+    mixed = lambda value: value + state  # noqa: E731 (as models have it)
+    for i in range(x.shape[1]):
+        state = self.layer(x[:, i])
+        states.append(mixed(x[:, i]))
+    return torch.stack(states, 1)
+
+
+def that_sets_what_a_function_reads_later(self, x):
+    last = x[:, 0]
+
+    def doubled():
+        return last * 2
+
+    for i in range(x.shape[1]):
+        last = self.layer(x[:, i])
+    return doubled()
+
+
+def that_fills_a_list_of_the_caller(self, x):
+    states = []
+    self.collect(x, states)
+    return torch.stack(states, 1)
+
+
+def that_fills_a_list_with_two_names(self, x):
+    found = {"steps": []}
+    steps = found["steps"]
+    for i in range(x.shape[1]):
+        steps.append(self.layer(x[:, i]))
+    return x.sum(1) + len(found["steps"])
+
+
+def that_changes_what_it_has_appended(self, x):
+    state, states = torch.ones(4), []
+    for i in range(x.shape[1]):
+        states.append(state)
+        state.mul_(x[0, i])
+    return torch.stack(states)
+
+
 def that_changes_a_view(self, x):
     x = x.clone()
     for i in range(x.shape[1]):
@@ -863,6 +1034,19 @@ REFUSED = {
         "the attribute last, which of_a_method() also uses",
         "self.last = torch.tanh",
     ),
+    that_sets_an_attribute_that_a_lambda_uses: (
+        "the attribute last, which of_a_lambda() also uses",
+        "self.last = torch.tanh",
+    ),
+    that_sets_an_attribute_that_a_base_class_uses: (
+        "the attribute last, which of_its_base() also uses",
+        "self.last = torch.tanh",
+    ),
+    that_sets_what_a_function_reads: ("`state`, which a function inside of this one also uses", "for i in"),
+    that_sets_what_a_lambda_reads: ("`state`, which a function inside of this one also uses", "for i in"),
+    that_sets_what_a_function_reads_later: ("`last`, which a function inside of this one also uses", "for i in"),
+    that_fills_a_list_with_two_names: ("the list `steps`, which has another name as well", "for i in"),
+    that_changes_what_it_has_appended: ("changes `state` in place, which has another name as well", "for i in"),
     that_changes_a_view: ("it changes `row` in place (`mul_`)", "row.mul_(2)"),
     that_goes_on_while: ("it goes on while something holds", "while len(states) < x.shape[1]:"),
     that_changes_a_shape: ("an iteration changes the shape of a tensor", "total = total + step"),
@@ -873,6 +1057,12 @@ REFUSED = {
     that_pads_in_front: ("the elements of this list have lengths that depend on values", 'padding_side="left"'),
     that_collects_elsewhere: ("whose index depends on the iteration", "found[i] = x[:, i]"),
 }
+
+
+def test_a_loop_that_fills_a_list_of_the_caller_fixes_the_length():
+    model, observer = looping(that_fills_a_list_of_the_caller)
+    with pytest.raises(ExportError, match="adds to the list `states`, which belongs to the caller"):
+        exportkit.export(model, observer)
 
 
 @pytest.mark.parametrize("function", REFUSED)
