@@ -42,6 +42,7 @@ from exportkit.rewrites.model_code import EXPORTKIT, TORCH, Place, is_model_code
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
 _OWN_FILES = f"{EXPORTKIT}{os.sep}"
+_REWRITES = f"{Path(__file__).parent}{os.sep}"  # which take the place of functions of the model
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -140,11 +141,14 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
         @functools.wraps(real)
         def value(self: torch.Tensor) -> Any:
             nonlocal is_asking
+            frame = sys._getframe(1)
             if is_asking or self.numel() != 1 or (real.__name__ == "item" and not hasattr(self, _MASK)):
                 return real(self)
+            if frame.f_code.co_filename.startswith(_OWN_FILES) and not frame.f_code.co_filename.startswith(_REWRITES):
+                return real(self)  # exportkit compares values for itself
             is_asking = True
             try:
-                decided = decide(place_asking(sys._getframe(1)), self)
+                decided = decide(place_asking(frame), self)
                 return real(self) if decided is None else decided
             finally:
                 is_asking = False
