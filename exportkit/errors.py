@@ -31,6 +31,19 @@ from pathlib import Path
 from typing import Any
 
 
+def short_text(error: object, most: int = 240) -> str:
+    """Returns the message of an error on one line; an empty text if it has none, or making it fails.
+
+    Args:
+        error: The error, or a text.
+        most: The largest number of characters.
+    """
+    try:
+        return " ".join(str(error).split())[:most]
+    except Exception:
+        return ""
+
+
 class ExportkitError(Exception):
     """Base class of all exceptions of this package.
 
