@@ -31,17 +31,26 @@ from pathlib import Path
 from typing import Any
 
 
+def described(error: BaseException) -> str:
+    """Returns the class of an error and its message, as a traceback shows them."""
+    return f"{type(error).__name__}: {_message(error)}"
+
+
 def short_text(error: object, most: int = 240) -> str:
-    """Returns the message of an error on one line; an empty text if it has none, or making it fails.
+    """Returns the message of an error on one line.
 
     Args:
         error: The error, or a text.
         most: The largest number of characters.
     """
+    return " ".join(_message(error).split())[:most]
+
+
+def _message(error: object) -> str:
     try:
-        return " ".join(str(error).split())[:most]
-    except Exception:
-        return ""
+        return str(error)
+    except Exception:  # an error of a model may raise in its own __str__
+        return "(its message cannot be shown)"
 
 
 class ExportkitError(Exception):

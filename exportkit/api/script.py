@@ -29,7 +29,7 @@ import torch
 from exportkit._torch_compat.tracing import is_tracing
 from exportkit.calls.application import modules_in
 from exportkit.calls.method_wrapper import MethodWrapper
-from exportkit.errors import InvalidRequestError, UnknownMethodError
+from exportkit.errors import InvalidRequestError, UnknownMethodError, described
 from exportkit.overrides import replaced_attributes
 from exportkit.trees.flatten import flattened_call
 
@@ -181,7 +181,7 @@ def _left(stack: contextlib.ExitStack) -> list[str]:
         try:
             stack.close()
         except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
+            return [described(error)]
     return [str(warning.message) for warning in caught]
 
 

@@ -447,3 +447,30 @@ def test_module_that_torch_compile_returned_is_observed():
         model(torch.ones(2))
         model(torch.ones(3))
     assert [list(call.shapes().values()) for call in observer.observation.calls] == [[(2,)], [(3,)]]
+
+
+def test_constants_of_calls_that_are_not_stored_keep_their_types():
+    model, observer = Scale(), InputObserver()
+    with observer(model, store_n_calls=1):
+        for factor in (2, 3, 3.0, 1, True, 3):
+            model(torch.ones(2), factor)
+
+    seen = [(shapes.constants["factor"], shapes.count) for shapes in observer.observation.further]
+    assert list(map(repr, seen)) == ["(3, 2)", "(3.0, 1)", "(1, 1)", "(True, 1)"]
+
+
+class _Shadowing(torch.nn.Module):
+    def forward(self, x, /, **options):
+        return x * options.get("x", 1.0)
+
+
+def test_name_of_a_positional_parameter_may_be_given_among_other_names():
+    model, observer = _Shadowing(), InputObserver()
+    with observer(model, store_n_calls=1):
+        model(torch.ones(2), x=3.0)
+        model(torch.ones(3), x=4.0)
+
+    (call,), (further,) = observer.observation.calls, observer.observation.further
+    assert call.tensors().keys() == {"x"}
+    assert call.constants() == {"options.x": 3.0}
+    assert further.constants == {"options.x": 4.0}
