@@ -172,14 +172,17 @@ def methods_of(module: torch.nn.Module) -> list[str]:
 
     def computes(name: str) -> bool:
         found = inspect.getattr_static(type(module), name, None)
-        return isinstance(found, FunctionType) and len(inspect.signature(found).parameters) > 1
+        try:
+            return isinstance(found, FunctionType) and len(inspect.signature(found).parameters) > 1
+        except (TypeError, ValueError):  # of a __signature__ that is none
+            return False
 
     names = dict.fromkeys(name for cls in bases[: last + 1] for name in vars(cls) if not name.startswith("_"))
     return [name for name in names if not hasattr(torch.nn.Module, name) and computes(name)]
 
 
 class CalledInstead:
-    """Notes what of a model is called instead of the observed method, until that is called.
+    """Counts calls of other methods and modules until the observed method is called.
 
     Args:
         model: The model.
@@ -197,14 +200,15 @@ class CalledInstead:
         self._is_inside = False
         self._num_calls = num_calls
         self._paths = {id(module): path for path, module in model.named_modules() if path}
-        self._attached = contextlib.ExitStack()
-        for name in ("forward", *methods_of(model)):
-            if name != method_name:
-                note = functools.partial(self._note, name)
-                self._attached.callback(attach(model, name, note, self._is_spent).leave)
-        self._observed = id(model) if method_name == "forward" else None
-        self._hook = register_module_forward_pre_hook(self._note_module)
-        self._attached.callback(self._hook.remove)
+        with contextlib.ExitStack() as stack:
+            for name in ("forward", *methods_of(model)):
+                if name != method_name:
+                    note = functools.partial(self._note, name)
+                    stack.callback(attach(model, name, note, self._is_spent).leave)
+            self._observed = id(model) if method_name == "forward" else None
+            self._hook = register_module_forward_pre_hook(self._note_module)
+            stack.callback(self._hook.remove)
+            self._attached = stack.pop_all()
 
     def leave(self) -> None:
         """Ends this; afterwards the model is as it was, and nothing here refers to it."""

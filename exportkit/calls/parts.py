@@ -101,16 +101,21 @@ class PartRecorder:
     @property
     def problems(self) -> tuple[str, ...]:
         """What could not be recorded."""
-        return tuple(text for listener in self._listeners.values() for text in listener.recorder.problems)
+        return tuple(f"{name}: {text}" for name, one in self._by_name() for text in one.recorder.problems)
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Which limits were reached, and which parts were named and never called, not even by other parts."""
+        reached = [f"{name}: {text}" for name, one in self._by_name() for text in one.recorder.limits]
+        unheard = [name for name, one in self._by_name() if not one.was_called and not self.is_auto]
+        return (*reached, *(f"The part {name!r} was not called." for name in unheard))
 
     def _paths(self) -> dict[int, str]:
         return {id(module): path for path, module in self._root[0].named_modules()}
 
-    def not_called(self) -> list[str]:
-        """Returns the parts that were named and never called, not even by other parts."""
+    def _by_name(self) -> list[tuple[str, _Outermost]]:
         paths = self._paths()
-        unheard = [target for target, listener in self._listeners.items() if not listener.was_called]
-        return [] if self.is_auto else [f"{paths[id(module)]}.{method}".lstrip(".") for module, method in unheard]
+        return [(f"{paths[id(m)]}.{method}".lstrip("."), one) for (m, method), one in self._listeners.items()]
 
     def parts(self, observation: Observation) -> dict[str, Part]:
         """Returns the parts that ran, by name; with "auto", only those that fed the model.

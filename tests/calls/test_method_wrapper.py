@@ -349,3 +349,43 @@ def test_callable_that_is_no_function_is_observed():
         assert model(torch.ones(1)).item() == 2
 
     assert observer.num_obs() == 1
+
+
+class Unsigned(Add):
+    """Has a method whose signature cannot be read."""
+
+    def describe(self, x):
+        return x
+
+    describe.__signature__ = "none"
+
+
+@pytest.mark.parametrize("is_application", [True, False])
+def test_method_without_a_readable_signature_is_left_alone(is_application):
+    model, observer = Unsigned(), InputObserver()
+    with observer([model] if is_application else model):
+        _run(model, 2)
+
+    assert observer.num_obs() == 1
+    assert "forward" not in vars(model)
+
+
+class Unsettable(Add):
+    """Has a method that cannot be replaced."""
+
+    def describe(self, x):
+        return x
+
+    def __setattr__(self, name, value):
+        if name == "describe":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def test_nothing_is_left_on_a_model_that_cannot_be_observed():
+    model, observer = Unsettable(), InputObserver()
+    before = dict(vars(model))
+    with pytest.raises(AttributeError, match="describe"), observer(model):
+        pass
+
+    assert vars(model) == before
