@@ -47,7 +47,8 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
 
     Raises:
         DestinationError: if a file cannot be read.
-        InvalidRequestError: if a file is of a different kind, or if the processor does not take what it holds.
+        InvalidRequestError: if a file is of a different kind, if the processor does not take what it holds, or if the
+            model does not take its tensors.
     """
     for file in files:
         if not file.is_file():
@@ -71,12 +72,26 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
     calls += _batches(processor, items) if items else []
     if not calls:
         raise InvalidRequestError("The data contain nothing to run the model on.", where=", ".join(map(str, files)))
-    parameters = inspect.signature(model.forward).parameters
-    calls = [{name: value for name, value in call.items() if name in parameters} for call in calls]
+    calls = [_accepted(model, call, is_own=number < are_tensors.count(True)) for number, call in enumerate(calls)]
     if model.can_generate():
         count = sum(len(next(iter(call.values()))) for call in calls)
         return generation(model, calls, f"{len(calls)} batches of the data, {count} prompts")
     return forward_calls(model, calls)
+
+
+def _accepted(model: Any, call: _Inputs, is_own: bool) -> _Inputs:
+    """The tensors of a call that the model takes; processors also make others, but a user's own have to be right."""
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [name for name in call if name not in parameters]
+    takes_any = is_own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not call or (unknown and not takes_any and (is_own or len(unknown) == len(call))):
+        raise InvalidRequestError(
+            "The data contain tensors that the model does not take.",
+            where=f"{type(model).__name__}.forward",
+            expected=", ".join(parameters),
+            got=", ".join(unknown) or "no tensors",
+        )
+    return {name: value for name, value in call.items() if takes_any or name in parameters}
 
 
 def _items(file: Path, processor: Any) -> Iterator[_Item]:
