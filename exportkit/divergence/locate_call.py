@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from exportkit.calls.application import module_at
 from exportkit.calls.call import Call
 from exportkit.divergence.diagnosis import Divergence, Stage
 from exportkit.divergence.graph_run import GraphNode, nodes_of, read_onnx
@@ -54,10 +55,14 @@ def locate_call(
 
     Raises:
         RuntimeFailure: if onnxruntime refuses the graph.
+        UnknownMethodError: if the model does not have the module that was exported.
     """
     graph, contract = runner.graph, runner.contract
     if model is None and graph.traced is not None:
         model = graph.traced.model
+    elif model is not None:
+        path, _, _ = contract.target.rpartition(".")  # of a part, or of one of several modules
+        model = module_at(model, path, contract.method, contract.model_name) if path else model
     agreeing = f"the graph by itself agrees, while the proof says: {where}"
     if model is None:
         tensors = as_simplified(expected, contract.joined_outputs, ())
