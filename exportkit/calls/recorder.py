@@ -145,10 +145,14 @@ class Recorder:
     def observation(self) -> Observation:
         """Returns what was recorded so far."""
         with self._reading:
-            state = len(self._stored), len(self._failures), len(self._problems), self._counter.total
-            if self._known is None or self._known[0] != state:
-                self._known = state, self._observation().with_filled_caches()
+            if self._known is None or self._known[0] != self._state():
+                found = self._observation().with_filled_caches()
+                self._known = self._state(), found  # making it may meet a problem
             return self._known[1]
+
+    def _state(self) -> tuple[int, ...]:
+        kept = (self._stored, self._failures, self._problems, self._limits)
+        return *map(len, kept), self._counter.total
 
     def _observation(self) -> Observation:
         with self._lock:
