@@ -83,7 +83,8 @@ def _in_float32(tensors: Tensors) -> Tensors:
 def value_differences(graph: OnnxGraph, expected: Tree, got: Tree) -> Iterator[Difference]:
     """Yields a difference for each Python value that is not what the model returned; tensors are not compared.
 
-    Numbers that the graph computes from tensors are compared like float32, which rounds in the graph as elsewhere.
+    Numbers that the graph computes from tensors are compared like float32, which rounds in the graph as elsewhere. Of
+    those of a quantised graph, only the type is compared.
 
     Args:
         graph: The graph.
@@ -92,8 +93,9 @@ def value_differences(graph: OnnxGraph, expected: Tree, got: Tree) -> Iterator[D
     """
     wanted, found = (dict(zip(tree.paths, tree.leaves, strict=True)) for tree in (expected, got))
     computed = [path for path in graph.contract.numbers if path in wanted or path in found]
+    are_equal = _are_close if graph.contract.quantised is None else _are_alike
     for path in computed:
-        if not _are_close(wanted.get(path), found.get(path)):
+        if not are_equal(wanted.get(path), found.get(path)):
             yield _difference(path, repr(wanted.get(path)), repr(found.get(path)))
     for path, noted in noted_values(expected).items():
         if path in found and noted != fingerprint(found[path]):
@@ -109,6 +111,10 @@ def _are_close(expected: Any, got: Any) -> bool:
     if type(expected) is not float or type(got) is not float:
         return fingerprint(expected) == fingerprint(got)
     return close(torch.tensor(expected), torch.tensor(got))
+
+
+def _are_alike(expected: Any, got: Any) -> bool:
+    return type(expected) is type(got)
 
 
 def _difference(path: str, expected: str, got: str) -> Difference:

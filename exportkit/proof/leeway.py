@@ -113,7 +113,8 @@ def hidden_by_padding(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
     for mask, visible in _maskings(graph, call) if graph.eager is not None else ():
         changed = _with_other_padding(graph.contract.plan, call, mask, visible)
         if changed is not None and graph.eager is not None:
-            found |= _arbitrary(returned, as_simplified(graph.eager(changed), joined, ()), visible)
+            hidden = _arbitrary(returned, as_simplified(graph.eager(changed), joined, ()), visible)
+            found |= {path: torch.maximum(tensor, found.get(path, tensor)) for path, tensor in hidden.items()}
     return found
 
 

@@ -124,10 +124,11 @@ def _proof(
 
 
 def _given_rows(runner: OnnxRunner, given: Sequence[Call]) -> Iterator[Row]:
-    for call in (_known(runner.graph, call) for call in given):
-        sizes = solve_sizes(runner.contract.plan, call.shapes()) if runner.split is None else {}
-        row = Row("given", call.label.removeprefix("given "), sizes, "proven")
-        yield _row(runner.graph, row, call, call.outputs.tensors(), runner.run_call)
+    for call in given:
+        graph = runner.graph_for(call)
+        made = _known(graph, call)
+        row = Row("given", call.label.removeprefix("given "), solve_sizes(graph.contract.plan, call.shapes()), "proven")
+        yield _row(graph, row, made, made.outputs.tensors(), runner.run_call)
 
 
 def _known(graph: OnnxGraph, call: Call) -> Call:
@@ -165,7 +166,7 @@ def _application_rows(runner: OnnxRunner) -> Iterator[Row]:
 
 
 def problems_of(traced: TracedProgram, unseen: bool) -> tuple[str, ...]:
-    """Returns what stands against a proof of a program as ONNX, a sentence each.
+    """Returns the reasons why nothing is proven of a program as ONNX, one sentence each.
 
     Args:
         traced: The program; it is translated into a temporary folder.
@@ -285,8 +286,8 @@ def _row(
     def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
         if is_lossy:
             yield from lossy_differences(graph, call, expected, got, figures)
-            return
-        yield from output_differences(graph, call, expected, got)
+        else:
+            yield from output_differences(graph, call, expected, got)
         if isinstance(got, Returned):
             yield from value_differences(graph, call.outputs, got.tree)
 
