@@ -23,7 +23,7 @@ from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
 from exportkit.errors import described
 from exportkit.trees import join, note_values, string_type, with_changed
 from exportkit.trees.flatten import Flattened, flattened, flattened_call
-from exportkit.trees.structure import Structure, joined_parts
+from exportkit.trees.structure import Structure, joined_parts, path_of
 from exportkit.trees.tree import lazy_tree
 
 MOST_SHAPES = 1000  # different shapes of calls that are kept
@@ -327,7 +327,7 @@ def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Constants:
 def _constant_path(signature: Signature, place: int | str) -> str | None:
     """The path of an argument by its position or name; None for one of ``*args``."""
     if isinstance(place, str):
-        return place if place in signature.by_name() else join(str(signature.var_keyword), place)
+        return place if place in signature.by_name() else path_of((place,), str(signature.var_keyword))
     rest = signature.var_positional
     names = signature.names if rest is None else signature.names[: signature.names.index(rest)]
     return names[place] if place < len(names) else None

@@ -474,3 +474,18 @@ def test_name_of_a_positional_parameter_may_be_given_among_other_names():
     assert call.tensors().keys() == {"x"}
     assert call.constants() == {"options.x": 3.0}
     assert further.constants == {"options.x": 4.0}
+
+
+def test_inputs_of_any_name_can_be_removed_from_all_calls():
+    model, observer = _Shadowing(), InputObserver()
+    with observer(model, store_n_calls=1):
+        for n in (2, 3):
+            model(torch.ones(n), **{"a-b": torch.ones(4), "mask": torch.ones(5), "some-scale": n, "other": n})
+
+    (further,) = observer.observation.further
+    assert {**further.inputs} == {"x": (3,), "options['a-b']": (4,), "options.mask": (5,)}
+    given = observer.observation.constants_of(further)
+    assert given["options"].build() == {"some-scale": 3, "other": 3}
+    observer.remove_inputs(["a-b", "mask", "some-scale"])
+    (further,) = observer.observation.further
+    assert ({**further.inputs}, {**further.constants}) == ({"x": (3,)}, {"options.other": 3})
