@@ -157,6 +157,21 @@ def attach(
         return attachment
 
 
+class Nesting(threading.local):
+    """Whether this thread is inside a call for which calls that it makes do not count: ``with nesting:`` around it.
+
+    A class attribute is the default: a failed look-up is slow.
+    """
+
+    inside = False
+
+    def __enter__(self) -> None:
+        self.inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self.inside = False
+
+
 def _heard(listener: Listener, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return listener(call, args, kwargs)
 
@@ -197,7 +212,7 @@ class CalledInstead:
     def __init__(self, model: torch.nn.Module, method_name: str, num_calls: Callable[[], int]) -> None:
         self.methods = collections.Counter[str]()
         self.modules = collections.Counter[str]()
-        self._is_inside = False
+        self._nesting = Nesting()
         self._num_calls = num_calls
         self._paths = {id(module): path for path, module in model.named_modules() if path}
         with contextlib.ExitStack() as stack:
@@ -225,14 +240,11 @@ class CalledInstead:
 
     def _note(self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method; what it calls itself does not count."""
-        if self._is_inside or is_tracing():
+        if self._nesting.inside or is_tracing():
             return method(*args, **kwargs)
         self.methods[name] += 1
-        self._is_inside = True
-        try:
+        with self._nesting:
             return method(*args, **kwargs)
-        finally:
-            self._is_inside = False
 
     def _note_module(self, module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # first, since it is then all that torch.compile sees of this function
