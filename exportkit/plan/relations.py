@@ -214,7 +214,7 @@ def _quotient(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int] | None:
     # between the ends, b grows by (high - low)/divisor, give or take the rounding of both
     least = max((high - low) // (end - start + 1) + 1, 2)
     most = min((high - low) // max(end - start - 1, 1) + 1, _LARGEST_DIVISOR)
-    plain, shifted = [], []
+    plain, shifted = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for divisor in range(least, most + 1):
         # (a + total)//divisor is b if b*divisor <= a + total < (b + 1)*divisor; total is shift + constant*divisor
         rests = [b * divisor - a for a, b in pairs]
