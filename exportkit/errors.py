@@ -31,9 +31,14 @@ from pathlib import Path
 from typing import Any
 
 
-def described(error: BaseException) -> str:
-    """Returns the class of an error and its message, as a traceback shows them."""
-    return f"{type(error).__name__}: {_message(error)}"
+def described(error: BaseException, most: int | None = None) -> str:
+    """Returns the class of an error and its message, as a traceback shows them.
+
+    Args:
+        error: The error.
+        most: The largest number of characters of the message, which is on one line then; None for the whole message.
+    """
+    return f"{type(error).__name__}: {_message(error) if most is None else short_text(error, most)}"
 
 
 def short_text(error: object, most: int = 240) -> str:

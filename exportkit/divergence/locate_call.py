@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,12 @@ from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.tables import first_of
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.differences import output_differences
-from exportkit.running.compare import distance, unit_of
+from exportkit.running.compare import Tensors, distance, unit_of
 from exportkit.running.eager import run_eager
 from exportkit.running.placement import Placement
 from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import Session
 from exportkit.trees import flatten
-
-Tensors = Mapping[str, torch.Tensor]
 
 MODEL, GRAPH, AROUND = "The model", "onnxruntime", "The code around the graph"
 CHANGED = "it no longer returns what this call expects: it changed since, is random, or inputs shared memory"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from exportkit.errors import DestinationError, InvalidRequestError
+from exportkit.errors import DestinationError, InvalidRequestError, described
 from exportkit.examples.run import ExampleRun, forward_calls, generation
 from exportkit.files import listing
 
@@ -67,7 +67,7 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
         except InvalidRequestError:
             raise
         except Exception as error:
-            got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            got = described(error, 200)
             raise DestinationError("The data cannot be read.", where=str(file), expected=_KINDS, got=got) from error
     calls += _batches(processor, items) if items else []
     if not calls:
@@ -182,7 +182,7 @@ def _loaded_processor(folder: Path) -> Any:
     raise DestinationError(
         "The checkpoint has no tokenizer and no processor that can be loaded, so data cannot be prepared.",
         where=str(folder),
-        got=" ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:200] if errors else listing(folder),
+        got=described(errors[0], 200) if errors else listing(folder),
         hint="processor.save_pretrained(folder) writes one; or give tensors: a file that ends in .safetensors.",
     )
 
@@ -200,7 +200,7 @@ def _processed(processor: Any, items: Sequence[_Item]) -> _Inputs:
             "The processor of the checkpoint does not accept the data.",
             where=type(processor).__name__,
             expected=_parameters(processor),
-            got=f"{', '.join(names)}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            got=f"{', '.join(names)}: {described(error, 200)}",
         ) from error
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from exportkit.calls.call import Call
+from exportkit.errors import described
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled, solve_sizes
 from exportkit.plan.small_sizes import (
@@ -229,5 +230,5 @@ class ProgramProbe:
         if isinstance(outcome.error, OtherWay):
             raise outcome.error
         if outcome.error is not None:
-            return f"the program raises {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())[:160]}"
+            return f"the program raises {described(outcome.error, 160)}"
         return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")

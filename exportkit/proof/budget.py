@@ -19,10 +19,10 @@ from exportkit.onnx_files.quantised import BITS, Quantised, WeightMatrix
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.switches import RewrittenGraph, SwitchedGraph
 from exportkit.probing.simplify import as_simplified
-from exportkit.proof.calls import Tensors
 from exportkit.proof.differences import hidden_elements
 from exportkit.proof.figures import Figures, figures_of, over_budget, together, worst
 from exportkit.proof.report import Kind
+from exportkit.running.compare import Tensors
 
 if TYPE_CHECKING:
     import onnx

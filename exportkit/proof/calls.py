@@ -19,7 +19,7 @@ from exportkit.arguments.build import build_call, largest_tensors
 from exportkit.arguments.integers import is_integer
 from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
-from exportkit.errors import InvalidRequestError, short_text
+from exportkit.errors import InvalidRequestError, described, short_text
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
@@ -32,11 +32,10 @@ from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Affordable
-from exportkit.running.compare import outputs_close
+from exportkit.running.compare import Tensors, outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join
 
-Tensors = Mapping[str, torch.Tensor]
 _SEEDS = 1000
 _SCALES = (0.03, 4.0, -1.0)  # of the values in calls of a program that may decide by them
 
@@ -261,7 +260,7 @@ def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call
     try:
         return run_sized(plan, traced.model, traced.method, replace(call, label=label))
     except Exception as error:
-        return replace(failed, error=f"the model itself raises {type(error).__name__}: {short_text(error)}")
+        return replace(failed, error=f"the model itself raises {described(error, 240)}")
 
 
 def _with_other_numbers(call: Call, observation: Observation) -> Call:

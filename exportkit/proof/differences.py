@@ -18,11 +18,11 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.probing.simplify import as_simplified
-from exportkit.proof.figures import Figures, Tensors, figures_of
+from exportkit.proof.figures import Figures, figures_of
 from exportkit.proof.half import farther_from_float32, most_allowed
 from exportkit.proof.leeway import call_name, hidden_by_padding, measurements
 from exportkit.running.bounds import fixed_bound, rounding_bound
-from exportkit.running.compare import Difference, close, compare_outputs
+from exportkit.running.compare import Difference, Tensors, close, compare_outputs
 from exportkit.trees import Tree, fingerprint, text_of
 from exportkit.trees.constants import difference, noted_values
 
@@ -35,8 +35,8 @@ _TENSOR = torch.empty(0)
 def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors) -> tuple[Difference, ...]:
     """Returns one difference for each output leaf.
 
-    Where rounding in well-conditioned code does not explain a difference, the model is asked what else moves its
-    result, if it is at hand; what was found then is kept in ``graph.measured``.
+    Where rounding in well-conditioned code does not explain a difference, the model runs again to measure what else
+    changes its result, if it is at hand; what was found then is kept in ``graph.measured``.
 
     Args:
         graph: The graph.

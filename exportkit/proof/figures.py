@@ -12,8 +12,6 @@ from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.tables import aligned
 from exportkit.running.compare import distance
 
-Tensors = Mapping[str, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Figures:
