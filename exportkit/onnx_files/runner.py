@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from exportkit.running.placement import Placement, Provider, placed
 from exportkit.running.runner import Returned
 from exportkit.running.session import GraphSession, Session
 from exportkit.trees import flatten, join
+
+_Runner = TypeVar("_Runner", bound="OnnxRunner")
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,28 @@ class OnnxRunner:
         """
         graphs = {name: graph.opened_by(session_class) for name, graph in self.graphs.items()}
         parts = {name: part.opened_by(session_class) for name, part in self.parts.items()}
-        return OnnxRunner(graphs, parts, self.edges, split=self.split, attempts=self.attempts, exported=self.exported)
+        found = self.copied(OnnxRunner, graphs, parts)
+        found.compared = None  # that run was not in this runtime
+        return found
+
+    def copied(self, cls: type[_Runner], graphs: Mapping[str, OnnxGraph], parts: Mapping[str, OnnxRunner]) -> _Runner:
+        """Returns other graphs and parts with everything else that this runner has.
+
+        Args:
+            cls: The class of what is returned.
+            graphs: The graphs, by name.
+            parts: The parts, by name.
+        """
+        return cls(
+            graphs,
+            parts,
+            self.edges,
+            split=self.split,
+            attempts=self.attempts,
+            exported=self.exported,
+            check_files=self.check_files,
+            compared=self.compared,
+        )
 
     def reopen_changed(self) -> None:
         """Closes the sessions whose files were written or replaced since they were opened, so that they open again."""
