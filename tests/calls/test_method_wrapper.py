@@ -1,10 +1,12 @@
 """While a model is observed it looks as it always does; afterwards nothing is left on it."""
 
+import concurrent.futures
 import copy
 import functools
 import gc
 import inspect
 import pickle
+import threading
 import types
 import weakref
 
@@ -389,3 +391,23 @@ def test_nothing_is_left_on_a_model_that_cannot_be_observed():
         pass
 
     assert vars(model) == before
+
+
+class Meeting(Add):
+    """Has a method that two threads run at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.barrier = threading.Barrier(2, timeout=60)
+
+    def meet(self, x):
+        self.barrier.wait()
+        return x
+
+
+def test_methods_that_several_threads_call_at_once_are_all_counted():
+    model, observer = Meeting(), InputObserver()
+    with observer(model), concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(model.meet, (1, 2)))
+
+    assert observer.observation.called_instead == {"meet": 2}
