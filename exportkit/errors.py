@@ -34,6 +34,33 @@ from pathlib import Path
 from typing import Any
 
 
+def described(error: BaseException, most: int | None = None) -> str:
+    """Returns the class of an error and its message, as a traceback shows them.
+
+    Args:
+        error: The error.
+        most: The largest number of characters of the message, which is on one line then; None for the whole message.
+    """
+    return f"{type(error).__name__}: {_message(error) if most is None else short_text(error, most)}"
+
+
+def short_text(error: object, most: int = 240) -> str:
+    """Returns the message of an error on one line.
+
+    Args:
+        error: The error, or a text.
+        most: The largest number of characters.
+    """
+    return " ".join(_message(error).split())[:most]
+
+
+def _message(error: object) -> str:
+    try:
+        return str(error)
+    except Exception:  # an error of a model may raise in its own __str__
+        return "(its message cannot be shown)"
+
+
 class ExportkitError(Exception):
     """Base class of all exceptions of this package.
 

@@ -1,4 +1,4 @@
-"""Replaces attributes, items, classes and children for a while, and restores them in whatever order the blocks end.
+"""Replaces attributes, items, classes and children temporarily, and restores them in whatever order the blocks end.
 
 Blocks may overlap in any order and in several threads: the latest block that is still open decides, and after the last
 one everything is as it was before the first.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ import torch
 from exportkit._torch_compat.tracing import is_tracing
 from exportkit.api.in_place import InPlace, Outside
 from exportkit.api.onnx_model import OnnxModel
-from exportkit.calls.method_wrapper import attach
+from exportkit.calls.method_wrapper import Nesting, attach
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import ApplicationRun
 from exportkit.plan.tables import html_lines, html_of, html_verdict
@@ -115,7 +114,7 @@ def compare_runs(
         run: Runs the application and returns its result: tokens, text, images, arrays, or containers of them.
         model: The model that the application calls, or the pipeline or dict of several modules.
         onnx_model: The model that was exported.
-        outside: What becomes of calls outside of the domain; see `OnnxModel.in_place_of`.
+        outside: What to do with calls outside of the domain; see `OnnxModel.in_place_of`.
         seed: The seed.
 
     Raises:
@@ -170,7 +169,7 @@ def compare_runs(
         replaced.inside,
         replaced.outside,
         replaced.last_refusal,
-        statistics.median(eager.seconds or [0.0]),
+        statistics.median(eager.seconds),
         statistics.median(onnx.seconds or [0.0]),
         sum(eager.seconds),
         sum(onnx.seconds),
@@ -186,7 +185,7 @@ class Watch:
     """Listens to methods: how long each call takes, and what it returns. Calls that one of them makes do not count."""
 
     def __init__(self) -> None:
-        self._inside = threading.local()
+        self._nesting = Nesting()
         self.seconds: list[float] = []
         self.outputs: list[Mapping[str, torch.Tensor]] = []
         self.compared_with: Sequence[Mapping[str, torch.Tensor]] | None = None
@@ -195,14 +194,11 @@ class Watch:
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``method(*args, **kwargs)`` and returns what it returned."""
-        if getattr(self._inside, "on", False) or is_tracing():
+        if self._nesting.inside or is_tracing():
             return method(*args, **kwargs)
-        self._inside.on = True
         started = time.perf_counter()
-        try:
+        with self._nesting:
             result = method(*args, **kwargs)
-        finally:
-            self._inside.on = False
         self.seconds.append(time.perf_counter() - started)
         if self.compared_with is None:
             self._keep(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -19,6 +19,7 @@ from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError,
 from exportkit.onnx_files.runner import OnnxRunner
 
 Outside = Literal["raise", "eager"]
+_Autocast = tuple[tuple[str, str], ...]  # types of devices with their dtypes
 
 
 class InPlace:
@@ -58,6 +59,9 @@ class InPlace:
             )
         self._places = [_place(one, model) for one in runners]
         require_distinct((runner.contract.target, module) for runner, module, _ in self._places)
+        self._autocasts: dict[OnnxRunner, set[_Autocast]] = {
+            one: {call.autocast for graph in one.graphs.values() for call in graph.observation.calls} for one in runners
+        }
         self._is_single = bool(runner.graphs)
         self._runs_model = outside == "eager"
         self._entered: list[contextlib.ExitStack] = []
@@ -95,7 +99,7 @@ class InPlace:
         if is_tracing():
             return method(*args, **kwargs)
         try:
-            _require_autocast(runner)
+            _require_autocast(self._autocasts[runner])
             result = runner(*args, **kwargs)
         except ArgumentError as error:
             with self._lock:
@@ -110,9 +114,8 @@ class InPlace:
         return method(*args, **kwargs)
 
 
-def _require_autocast(runner: OnnxRunner) -> None:
+def _require_autocast(recorded: Collection[_Autocast]) -> None:
     """Raises ArgumentError if the model would compute in other dtypes than in every recorded call."""
-    recorded = {call.autocast for graph in runner.graphs.values() for call in graph.observation.calls}
     now = autocast_dtypes()
     if recorded and now not in recorded:
         raise ArgumentError(
@@ -123,7 +126,7 @@ def _require_autocast(runner: OnnxRunner) -> None:
         )
 
 
-def _autocast_text(dtypes: tuple[tuple[str, str], ...]) -> str:
+def _autocast_text(dtypes: _Autocast) -> str:
     return ", ".join(f"torch.autocast({device!r}, torch.{dtype})" for device, dtype in dtypes) or "no autocast"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,11 +14,11 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError, InvalidTypeError
-from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
-from exportkit.proof.calls import Tensors, given_calls
+from exportkit.proof.calls import given_calls
 from exportkit.proof.prove import prove
 from exportkit.proof.report import Divergence, Report
+from exportkit.running.compare import Tensors
 
 
 class OnnxModel(OnnxRunner):
@@ -32,16 +32,7 @@ class OnnxModel(OnnxRunner):
     @classmethod
     def of(cls, runner: OnnxRunner) -> OnnxModel:
         """Returns the graphs of a runner as a public model."""
-        return cls(
-            runner.graphs,
-            {name: cls.of(part) for name, part in runner.parts.items()},
-            runner.edges,
-            split=runner.split,
-            attempts=runner.attempts,
-            exported=runner.exported,
-            check_files=runner.check_files,
-            compared=runner.compared,
-        )
+        return runner.copied(cls, runner.graphs, {name: cls.of(part) for name, part in runner.parts.items()})
 
     def verify(
         self,
@@ -84,7 +75,7 @@ class OnnxModel(OnnxRunner):
             )
         notes = self.check_files() if self.check_files is not None else ()
         self.reopen_changed()
-        before = {graph: graph.contract.domain for graph in _graphs(self)}
+        before = {graph: graph.contract.domain for graph in self.all_graphs()}
         report = prove(self, unseen, notes, _located, given_calls(observation_of(data)))
         for graph, domain in before.items():
             if graph.contract.domain != domain:
@@ -95,10 +86,8 @@ class OnnxModel(OnnxRunner):
                     try:
                         write_domain(graph.contract)
                     except OSError as error:
-                        text = (
-                            f"{graph.path} could not be written, so its metadata promise more than is proven: {error}"
-                        )
-                        report = replace(report, findings=(*report.findings, text))
+                        text = "could not be written, so its metadata still describe the larger domain"
+                        report = replace(report, findings=(*report.findings, f"{graph.path} {text}: {error}"))
         return report
 
     def in_place_of(self, model: torch.nn.Module | object, *, outside: Outside = "raise") -> InPlace:
@@ -110,7 +99,7 @@ class OnnxModel(OnnxRunner):
         Args:
             model: The model that was exported, or one like it; its weights are not used, so it may be on the meta
                 device. The pipeline or dict if several modules were exported.
-            outside: What becomes of calls outside of the domain: "raise" an ArgumentError, or run the model ("eager").
+            outside: What to do with calls outside of the domain: "raise" an ArgumentError, or run the model ("eager").
 
         Raises:
             InvalidTypeError: if ``model`` is not a ``torch.nn.Module``, and holds none.
@@ -160,12 +149,6 @@ def observation_of(data: Observer | Observation | None) -> Observation | None:
             got=type(data).__name__,
         )
     return data.observation if isinstance(data, Observer) else data
-
-
-def _graphs(runner: OnnxRunner) -> Iterator[OnnxGraph]:
-    yield from runner.graphs.values()
-    for part in runner.parts.values():
-        yield from _graphs(part)
 
 
 def _located(

@@ -28,8 +28,8 @@ import torch
 
 from exportkit._torch_compat.tracing import is_tracing
 from exportkit.calls.application import modules_in
-from exportkit.calls.method_wrapper import MethodWrapper
-from exportkit.errors import InvalidRequestError, UnknownMethodError
+from exportkit.calls.method_wrapper import MethodWrapper, Nesting
+from exportkit.errors import InvalidRequestError, UnknownMethodError, described
 from exportkit.overrides import replaced_attributes
 from exportkit.trees.flatten import flattened_call
 
@@ -181,7 +181,7 @@ def _left(stack: contextlib.ExitStack) -> list[str]:
         try:
             stack.close()
         except Exception as error:
-            return [f"{type(error).__name__}: {error}"]
+            return [described(error)]
     return [str(warning.message) for warning in caught]
 
 
@@ -191,7 +191,7 @@ class _Finder:
     def __init__(self, observed: str | None, enter: Enter, run: ScriptRun, stack: contextlib.ExitStack) -> None:
         self._observed, self._enter, self._run, self._stack = observed, enter, run, stack
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._inside = threading.local()
+        self._nesting = Nesting()
         self._lock = threading.RLock()
         self._is_done = False
         self._entered: contextlib.ExitStack | None = None
@@ -203,14 +203,11 @@ class _Finder:
         original, finder = torch.nn.Module.__call__, self
 
         def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if finder._is_done or is_tracing() or getattr(finder._inside, "on", False):
+            if finder._is_done or is_tracing() or finder._nesting.inside:
                 return original(self, *args, **kwargs)
-            finder._inside.on = True
-            try:
+            with finder._nesting:
                 finder._look(self, args, kwargs)
                 return original(self, *args, **kwargs)
-            finally:
-                finder._inside.on = False
 
         traces = self._observed is not None and sys.gettrace() is None  # not under a debugger
         if traces:

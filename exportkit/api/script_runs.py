@@ -17,7 +17,7 @@ from exportkit.api.onnx_model import OnnxModel
 from exportkit.api.script import Script, ScriptRun, owner_of
 from exportkit.calls.application import named_targets
 from exportkit.calls.method_wrapper import attach
-from exportkit.errors import InvalidRequestError
+from exportkit.errors import InvalidRequestError, described
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ObservedScript:
 
     Attributes:
         script: The script.
-        run: What came of it.
+        run: Its outcome.
         observer: What the models were called with.
         watches: How long the calls took and what they returned, by the name of the part; without those of a pipeline,
             whose methods are only known afterwards.
@@ -76,7 +76,7 @@ class RunOnGraphs:
     """The run of a script on graphs, compared with its first run.
 
     Attributes:
-        run: What came of it.
+        run: Its outcome.
         problems: What is not as it was, a sentence each; the text that the script printed does not count.
         calls: How many calls the graphs served.
         seconds: How long they took together.
@@ -148,7 +148,7 @@ def _problems(
     calls, outside = sum(place.inside for place in places), sum(place.outside for place in places)
     problems = [*run.problems]
     if run.error is not None:
-        problems.append(f"the script fails: {type(run.error).__name__}: {run.error}".partition("\n")[0])
+        problems.append(f"the script fails: {described(run.error)}".partition("\n")[0])
     elif run.exit_code:
         problems.append(f"the script exits with {run.exit_code}")
     if not calls:

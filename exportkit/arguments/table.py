@@ -54,12 +54,14 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
         for path, tensor in call.tensors().items():
             dtypes.setdefault(path, str(tensor.dtype).removeprefix("torch."))
     if not stored_only:
-        known = [set(found.items()) for found in shapes]
+        known = {frozenset(found.items()) for found in shapes}
         for seen in observation.further:
-            if len(shapes) == len(known) + _MOST_FURTHER_CALLS:
+            if len(shapes) == len(observation.calls) + _MOST_FURTHER_CALLS:
                 break
-            if not any(set(seen.inputs.items()) <= found for found in known):
-                shapes.append({path: tuple(shape) for path, shape in seen.inputs.items()})
+            inputs = {path: tuple(shape) for path, shape in seen.inputs.items()}
+            if frozenset(inputs.items()) not in known:
+                known.add(frozenset(inputs.items()))
+                shapes.append(inputs)
                 outputs.append(tuple(map(tuple, seen.outputs.values())))
                 counted.append(None)
     leaves = []

@@ -271,7 +271,10 @@ class ApplicationRecorder:
 
     def problems(self) -> tuple[str, ...]:
         """Returns what could not be recorded, and which limits were reached."""
-        return tuple(f"{name}: {text}" for name, r in self.recorders().items() for text in (*r.problems, *r.limits))
+        every = {str(target): heard.recorder for target, heard in self._heard.items()}
+        failed = {name: recorder for name, recorder in every.items() if not recorder.num_calls() and recorder.problems}
+        recorders = {**failed, **self.recorders()}
+        return tuple(f"{name}: {text}" for name, r in recorders.items() for text in (*r.problems, *r.limits))
 
     def parts(self) -> dict[str, Part]:
         """Returns the methods that make up the application, by name.
@@ -314,8 +317,9 @@ class ApplicationRecorder:
                 if other.method == "forward" and other.path.startswith(inside)
                 for around in heard.around
             )
-            call = called[target].recorder.observation().calls[0]
-            return (runs_modules or target.path in self._leaves) and bool(call.tensors() and call.outputs.tensors())
+            first = called[target].recorder.observation().calls[:1]
+            has_tensors = any(call.tensors() and call.outputs.tensors() for call in first)
+            return (runs_modules or target.path in self._leaves) and has_tensors
 
         def is_taken(target: ObservedMethod) -> bool:
             if target not in taken:

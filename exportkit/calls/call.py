@@ -68,6 +68,11 @@ class Signature:
         """Returns the names of the parameters that take one value each, so neither ``*args`` nor ``**kwargs``."""
         return tuple([name for name in self.names if name not in (self.var_positional, self.var_keyword)])
 
+    def by_name(self) -> frozenset[str]:
+        """Returns the names of the parameters that get the arguments of these names; ``**kwargs`` gets all others."""
+        apart = frozenset() if self.var_keyword is None else self.positional_only
+        return frozenset(self.plain()) - apart
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the given arguments by parameter, in signature order; numbers that are inputs of a graph as tensors.
 
@@ -85,10 +90,10 @@ class Signature:
         rest = tuple(args[len(positions) :])
         if self.var_positional is not None and rest:
             values[self.var_positional] = rest
-        plain = set(self.plain())
+        by_name = self.by_name()
         extra: dict[str, Any] = {}
         for name, value in kwargs.items():
-            (values if name in plain else extra)[name] = value
+            (values if name in by_name else extra)[name] = value
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
         return {name: values[name] for name in self.names if name in values}

@@ -157,6 +157,21 @@ def attach(
         return attachment
 
 
+class Nesting(threading.local):
+    """Whether this thread is inside a call for which calls that it makes do not count: ``with nesting:`` around it.
+
+    A class attribute is the default: a failed look-up is slow.
+    """
+
+    inside = False
+
+    def __enter__(self) -> None:
+        self.inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self.inside = False
+
+
 def _heard(listener: Listener, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return listener(call, args, kwargs)
 
@@ -172,14 +187,17 @@ def methods_of(module: torch.nn.Module) -> list[str]:
 
     def computes(name: str) -> bool:
         found = inspect.getattr_static(type(module), name, None)
-        return isinstance(found, FunctionType) and len(inspect.signature(found).parameters) > 1
+        try:
+            return isinstance(found, FunctionType) and len(inspect.signature(found).parameters) > 1
+        except (TypeError, ValueError):  # of a __signature__ that is none
+            return False
 
     names = dict.fromkeys(name for cls in bases[: last + 1] for name in vars(cls) if not name.startswith("_"))
     return [name for name in names if not hasattr(torch.nn.Module, name) and computes(name)]
 
 
 class CalledInstead:
-    """Notes what of a model is called instead of the observed method, until that is called.
+    """Counts calls of other methods and modules until the observed method is called.
 
     Args:
         model: The model.
@@ -194,17 +212,18 @@ class CalledInstead:
     def __init__(self, model: torch.nn.Module, method_name: str, num_calls: Callable[[], int]) -> None:
         self.methods = collections.Counter[str]()
         self.modules = collections.Counter[str]()
-        self._is_inside = False
+        self._nesting = Nesting()
         self._num_calls = num_calls
         self._paths = {id(module): path for path, module in model.named_modules() if path}
-        self._attached = contextlib.ExitStack()
-        for name in ("forward", *methods_of(model)):
-            if name != method_name:
-                note = functools.partial(self._note, name)
-                self._attached.callback(attach(model, name, note, self._is_spent).leave)
-        self._observed = id(model) if method_name == "forward" else None
-        self._hook = register_module_forward_pre_hook(self._note_module)
-        self._attached.callback(self._hook.remove)
+        with contextlib.ExitStack() as stack:
+            for name in ("forward", *methods_of(model)):
+                if name != method_name:
+                    note = functools.partial(self._note, name)
+                    stack.callback(attach(model, name, note, self._is_spent).leave)
+            self._observed = id(model) if method_name == "forward" else None
+            self._hook = register_module_forward_pre_hook(self._note_module)
+            stack.callback(self._hook.remove)
+            self._attached = stack.pop_all()
 
     def leave(self) -> None:
         """Ends this; afterwards the model is as it was, and nothing here refers to it."""
@@ -221,14 +240,11 @@ class CalledInstead:
 
     def _note(self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a method; what it calls itself does not count."""
-        if self._is_inside or is_tracing():
+        if self._nesting.inside or is_tracing():
             return method(*args, **kwargs)
         self.methods[name] += 1
-        self._is_inside = True
-        try:
+        with self._nesting:
             return method(*args, **kwargs)
-        finally:
-            self._is_inside = False
 
     def _note_module(self, module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling():  # first, since it is then all that torch.compile sees of this function

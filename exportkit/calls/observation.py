@@ -12,7 +12,9 @@ from typing import Any
 from exportkit.calls.call import Call, Signature
 from exportkit.errors import NoCallsError, ObservationError
 from exportkit.json_data import Size, read
-from exportkit.trees import Tree, check_opened, flatten, join, unfilled_layers
+from exportkit.plan.leaves import is_below
+from exportkit.trees import Tree, check_opened, first_name, flatten, join, unfilled_layers
+from exportkit.trees.structure import path_of
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,10 @@ class SeenShapes:
 
     def without(self, names: set[str], catch_all: str | None) -> SeenShapes:
         """Returns the same shapes without the arguments of these names, of which ``catch_all`` may hold some."""
+        roots = [*names, *(path_of((name,), catch_all) for name in names if catch_all is not None)]
 
         def is_kept(path: str) -> bool:
-            first, _, rest = path.partition(".")
-            name = rest if first == catch_all else first
-            return first not in names and name.partition(".")[0].partition("[")[0] not in names
+            return not any(is_below(path, root) for root in roots)
 
         inputs = {path: shape for path, shape in self.inputs.items() if is_kept(path)}
         constants = {path: value for path, value in self.constants.items() if is_kept(path)}
@@ -249,9 +250,10 @@ class Observation:
         """Returns the constants of calls that are not stored, by parameter."""
         found: dict[str, Any] = {}
         for path, value in seen.constants.items():
-            first, _, key = path.partition(".")
-            if key:  # one of those in ``**kwargs``
-                found.setdefault(first, {})[key] = value
+            first = first_name(path)
+            step = path.removeprefix(first)
+            if step:  # one of those in ``**kwargs``: ``.key`` or ``['key']``
+                found.setdefault(first, {})[step[1:] if step[0] == "." else step[2:-2]] = value
             else:
                 found[first] = value
         return {name: flatten(value) for name, value in found.items()}

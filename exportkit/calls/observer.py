@@ -103,29 +103,33 @@ class Observer:
         if not isinstance(model, torch.nn.Module):
             application = self._application_of(model, method_name, parts)
             before = application.problems()
-            with application.recording(model, store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes):
-                self._application = application
-                yield self
-            new = [text for text in application.problems() if text not in before]
-            _report((), tuple(new))
+            try:
+                with application.recording(model, store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes):
+                    self._application = application
+                    yield self
+            finally:
+                _report((), tuple([text for text in application.problems() if text not in before]))
             return
         recorder = self._recorder_of(model, method_name)
         self._model, self._method_name = weakref.ref(model), method_name
         part_recorder = self._parts = PartRecorder(model, method_name, parts) if parts is not None else None
         recorder.allow(store_n_calls, counts_shapes=shapes == "all", max_bytes=max_bytes)
         known = len(recorder.problems), len(recorder.limits)
-        attachment = attach(model, method_name, recorder.call, recorder.is_spent if shapes == "stored" else None)
-        instead = self._instead = CalledInstead(model, method_name, recorder.num_calls)
         try:
-            with part_recorder.recording(store_n_calls, max_bytes) if part_recorder else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                is_spent = recorder.is_spent if shapes == "stored" else None
+                stack.callback(attach(model, method_name, recorder.call, is_spent).leave)
+                self._instead = CalledInstead(model, method_name, recorder.num_calls)
+                stack.callback(self._instead.leave)
+                if part_recorder is not None:
+                    stack.enter_context(part_recorder.recording(store_n_calls, max_bytes))
                 yield self
         finally:
-            attachment.leave()
-            instead.leave()
-            limits = recorder.limits[known[1] :]
+            problems, limits = recorder.problems[known[0] :], recorder.limits[known[1] :]
             if part_recorder is not None:
-                limits += tuple(f"The part {name!r} was not called." for name in part_recorder.not_called())
-            _report(recorder.problems[known[0] :], limits)
+                problems += part_recorder.problems
+                limits += part_recorder.limits
+            _report(problems, limits)
 
     def _recorder_of(self, model: torch.nn.Module, method_name: str) -> Recorder:
         """The recorder of a method, new or of an earlier run."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import torch
 
 from exportkit._torch_compat.modules import forward_of
 from exportkit.calls.call import Call, Signature
-from exportkit.calls.method_wrapper import attach
+from exportkit.calls.method_wrapper import Nesting, attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
 from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
@@ -79,20 +78,21 @@ class PartRecorder:
     """
 
     def __init__(self, model: torch.nn.Module, method_name: str, wanted: Wanted) -> None:
-        self._inside = threading.local()
+        self._nesting = Nesting()
         self._root = model, method_name
+        self._made_of: list[Observation] = []  # what the parts below were made of: comparing all values takes long
+        self._parts: dict[str, Part] = {}
         self.is_auto = wanted == "auto"
         targets = _candidates(model, method_name) if wanted == "auto" else _named(model, wanted)
-        self._listeners = {
-            target: _Outermost(_recorder(*target), self._inside) for target in targets if target != (model, method_name)
-        }
+        others = [target for target in targets if target != self._root]
+        self._listeners = {target: _Outermost(_recorder(*target), self._nesting) for target in others}
 
     @contextlib.contextmanager
     def recording(self, store_n_calls: int, max_bytes: int | None) -> Iterator[None]:
         """Records for the time of a ``with`` block; afterwards the model is as it was."""
         with contextlib.ExitStack() as stack:
             if self.is_auto:
-                stack.callback(attach(*self._root, _Outermost(None, self._inside).call).leave)
+                stack.callback(attach(*self._root, _Outermost(None, self._nesting).call).leave)
             for (module, method), listener in self._listeners.items():
                 listener.recorder.allow(store_n_calls, max_bytes=max_bytes)
                 stack.callback(attach(module, method, listener.call).leave)
@@ -101,16 +101,21 @@ class PartRecorder:
     @property
     def problems(self) -> tuple[str, ...]:
         """What could not be recorded."""
-        return tuple(text for listener in self._listeners.values() for text in listener.recorder.problems)
+        return tuple(f"{name}: {text}" for name, one in self._by_name() for text in one.recorder.problems)
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Which limits were reached, and which parts were named and never called, not even by other parts."""
+        reached = [f"{name}: {text}" for name, one in self._by_name() for text in one.recorder.limits]
+        unheard = [name for name, one in self._by_name() if not one.was_called and not self.is_auto]
+        return (*reached, *(f"The part {name!r} was not called." for name in unheard))
 
     def _paths(self) -> dict[int, str]:
         return {id(module): path for path, module in self._root[0].named_modules()}
 
-    def not_called(self) -> list[str]:
-        """Returns the parts that were named and never called, not even by other parts."""
+    def _by_name(self) -> list[tuple[str, _Outermost]]:
         paths = self._paths()
-        unheard = [target for target, listener in self._listeners.items() if not listener.was_called]
-        return [] if self.is_auto else [f"{paths[id(module)]}.{method}".lstrip(".") for module, method in unheard]
+        return [(f"{paths[id(m)]}.{method}".lstrip("."), one) for (m, method), one in self._listeners.items()]
 
     def parts(self, observation: Observation) -> dict[str, Part]:
         """Returns the parts that ran, by name; with "auto", only those that fed the model.
@@ -118,35 +123,32 @@ class PartRecorder:
         Args:
             observation: The calls of the model itself.
         """
-        paths = self._paths()
-        found: dict[str, Part] = {}
-        for (module, method), listener in self._listeners.items():
-            if not listener.recorder.num_calls():
-                continue
-            own = listener.recorder.observation()
-            edges = find_edges(own, observation)
-            if edges or not self.is_auto:
-                name = part_name(paths[id(module)], method, found)
-                found[name] = Part(name, paths[id(module)], own, edges)
-        return found
+        recorders = {target: listener.recorder for target, listener in self._listeners.items()}
+        heard = {target: recorder.observation() for target, recorder in recorders.items() if recorder.num_calls()}
+        made_of = [observation, *heard.values()]
+        if [*map(id, made_of)] != [*map(id, self._made_of)]:
+            self._made_of, self._parts, paths = made_of, {}, self._paths()
+            for (module, method), own in heard.items():
+                edges = find_edges(own, observation)
+                if edges or not self.is_auto:
+                    name = part_name(paths[id(module)], method, self._parts)
+                    self._parts[name] = Part(name, paths[id(module)], own, edges)
+        return dict(self._parts)
 
 
 class _Outermost:
     """Passes on to a recorder the calls that were not made by another recorded call."""
 
-    def __init__(self, recorder: Any, inside: threading.local) -> None:
-        self.recorder, self._inside = recorder, inside
+    def __init__(self, recorder: Any, nesting: Nesting) -> None:
+        self.recorder, self._nesting = recorder, nesting
         self.was_called = False
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.was_called = True
-        if getattr(self._inside, "on", False):
+        if self._nesting.inside:
             return method(*args, **kwargs)
-        self._inside.on = True
-        try:
+        with self._nesting:
             return method(*args, **kwargs) if self.recorder is None else self.recorder.call(method, args, kwargs)
-        finally:
-            self._inside.on = False
 
 
 def find_edges(part: Observation, whole: Observation) -> tuple[Edge, ...]:

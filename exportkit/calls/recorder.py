@@ -20,9 +20,10 @@ from exportkit._torch_compat.tracing import autocast_dtypes, is_capturing, is_tr
 from exportkit.calls.call import Call, Signature
 from exportkit.calls.observation import Failure, Observation, SeenShapes
 from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
+from exportkit.errors import described
 from exportkit.trees import join, note_values, string_type, with_changed
 from exportkit.trees.flatten import Flattened, flattened, flattened_call
-from exportkit.trees.structure import Structure, joined_parts
+from exportkit.trees.structure import Structure, joined_parts, path_of
 from exportkit.trees.tree import lazy_tree
 
 MOST_SHAPES = 1000  # different shapes of calls that are kept
@@ -35,7 +36,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 PathsOf = Callable[[Structure], Sequence[tuple[str, int]]]
 # What distinguishes values here: their structure, and the shapes of their tensors.
 _Key = tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]
-_Constants = tuple[tuple[int | str, bool | int | float | str], ...]  # by position or name
+# By position or name, each with its type: 3, 3.0 and True are not the same constant.
+_Constants = tuple[tuple[int | str, type, bool | int | float | str], ...]
 
 
 class _Begun(NamedTuple):
@@ -143,10 +145,14 @@ class Recorder:
     def observation(self) -> Observation:
         """Returns what was recorded so far."""
         with self._reading:
-            state = len(self._stored), len(self._failures), len(self._problems), self._counter.total
-            if self._known is None or self._known[0] != state:
-                self._known = state, self._observation().with_filled_caches()
+            if self._known is None or self._known[0] != self._state():
+                found = self._observation().with_filled_caches()
+                self._known = self._state(), found  # making it may meet a problem
             return self._known[1]
+
+    def _state(self) -> tuple[int, ...]:
+        kept = (self._stored, self._failures, self._problems, self._limits)
+        return *map(len, kept), self._counter.total
 
     def _observation(self) -> Observation:
         with self._lock:
@@ -280,7 +286,7 @@ class Recorder:
     def _fail(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         text = self._guarded(lambda: string_type(self.signature.bind(args, kwargs), with_shape=True))
         with self._lock:
-            self._failures.append(Failure(f"{type(error).__name__}: {error}", text or "?"))
+            self._failures.append(Failure(described(error), text or "?"))
 
     def _count(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the method and counts the shapes of its inputs, as they were before, and outputs."""
@@ -298,7 +304,7 @@ class Recorder:
             return step()
         except Exception as error:
             with self._lock:
-                self._problems.append(f"{type(error).__name__}: {error}")
+                self._problems.append(described(error))
             return None
 
 
@@ -314,14 +320,14 @@ def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Constants:
     given: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items()) if args else kwargs.items()
     for place, value in given:
         if type(value) in _KEPT and (type(value) is not float or isfinite(value)):
-            found.append((place, value))
+            found.append((place, type(value), value))
     return tuple(found)
 
 
 def _constant_path(signature: Signature, place: int | str) -> str | None:
     """The path of an argument by its position or name; None for one of ``*args``."""
     if isinstance(place, str):
-        return place if place in signature.plain() else join(str(signature.var_keyword), place)
+        return place if place in signature.by_name() else path_of((place,), str(signature.var_keyword))
     rest = signature.var_positional
     names = signature.names if rest is None else signature.names[: signature.names.index(rest)]
     return names[place] if place < len(names) else None
@@ -379,7 +385,7 @@ class ShapeCounter:
         )
 
     def _by_path(self, constants: _Constants) -> dict[str, bool | int | float | str]:
-        kept = [(p, v) for p, v in constants if isinstance(v, str) or -(2**63) <= v < 2**63]  # neither inf nor NaN
+        kept = [(p, v) for p, _, v in constants if isinstance(v, str) or -(2**63) <= v < 2**63]  # neither inf nor NaN
         return {path: value for place, value in kept if (path := self._constant_path(place)) is not None}
 
 

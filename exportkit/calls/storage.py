@@ -274,7 +274,7 @@ def _load_signature(data: _SignatureData) -> Signature:
 
 @contextlib.contextmanager
 def _located(place: str) -> Iterator[None]:
-    """Adds to an error where in the observation the value is that cannot be written or read."""
+    """Prefixes an error with the place of the value in the observation."""
     try:
         yield
     except TreeError as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from exportkit.calls.application import module_at
 from exportkit.calls.call import Call
 from exportkit.divergence.diagnosis import Divergence, Stage
 from exportkit.divergence.graph_run import GraphNode, nodes_of, read_onnx
@@ -17,15 +18,13 @@ from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.tables import first_of
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.differences import output_differences
-from exportkit.running.compare import distance, unit_of
+from exportkit.running.compare import Tensors, distance, unit_of
 from exportkit.running.eager import run_eager
 from exportkit.running.masks import Padding
 from exportkit.running.placement import Placement
 from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import Session
 from exportkit.trees import flatten
-
-Tensors = Mapping[str, torch.Tensor]
 
 MODEL, GRAPH, AROUND = "The model", "onnxruntime", "The code around the graph"
 CHANGED = "it no longer returns what this call expects: it changed since, is random, or inputs shared memory"
@@ -54,10 +53,14 @@ def locate_call(
 
     Raises:
         RuntimeFailure: if onnxruntime refuses the graph.
+        UnknownMethodError: if the model does not have the module that was exported.
     """
     graph, contract = runner.graph, runner.contract
     if model is None and graph.traced is not None:
         model = graph.traced.model
+    elif model is not None:
+        path, _, _ = contract.target.rpartition(".")  # of a part, or of one of several modules
+        model = module_at(model, path, contract.method, contract.model_name) if path else model
     agreeing = f"the graph by itself agrees, while the proof says: {where}"
     if model is None:
         tensors = as_simplified(expected, contract.joined_outputs, ())

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from exportkit.errors import DestinationError, InvalidRequestError
+from exportkit.errors import DestinationError, InvalidRequestError, described
 from exportkit.examples.data import data_run
 from exportkit.examples.run import OWN_CALLS, ExampleRun, default_run
 from exportkit.files import listing
@@ -154,7 +154,7 @@ def _load_model(folder: Path, classes: Sequence[Any]) -> Any:
             raise DestinationError(
                 f"The checkpoint cannot be loaded as {model_class.__name__}.",
                 where=str(folder),
-                got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                got=described(error, 300),
                 hint="config.json and the weights must come from the same model, and no file may be truncated.",
             ) from error
         break

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from exportkit.errors import DestinationError, InvalidRequestError
+from exportkit.errors import DestinationError, InvalidRequestError, described
 from exportkit.examples.run import ExampleRun, forward_calls, generation
 from exportkit.files import listing
 
@@ -47,7 +47,8 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
 
     Raises:
         DestinationError: if a file cannot be read.
-        InvalidRequestError: if a file is of a different kind, or if the processor does not take what it holds.
+        InvalidRequestError: if a file is of a different kind, if the processor does not take what it holds, or if the
+            model does not take its tensors.
     """
     for file in files:
         if not file.is_file():
@@ -66,17 +67,31 @@ def data_run(model: Any, folder: Path, files: Sequence[Path]) -> ExampleRun:
         except InvalidRequestError:
             raise
         except Exception as error:
-            got = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            got = described(error, 200)
             raise DestinationError("The data cannot be read.", where=str(file), expected=_KINDS, got=got) from error
     calls += _batches(processor, items) if items else []
     if not calls:
         raise InvalidRequestError("The data contain nothing to run the model on.", where=", ".join(map(str, files)))
-    parameters = inspect.signature(model.forward).parameters
-    calls = [{name: value for name, value in call.items() if name in parameters} for call in calls]
+    calls = [_accepted(model, call, is_own=number < are_tensors.count(True)) for number, call in enumerate(calls)]
     if model.can_generate():
         count = sum(len(next(iter(call.values()))) for call in calls)
         return generation(model, calls, f"{len(calls)} batches of the data, {count} prompts")
     return forward_calls(model, calls)
+
+
+def _accepted(model: Any, call: _Inputs, is_own: bool) -> _Inputs:
+    """The tensors of a call that the model takes; processors also make others, but a user's own have to be right."""
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [name for name in call if name not in parameters]
+    takes_any = is_own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not call or (unknown and not takes_any and (is_own or len(unknown) == len(call))):
+        raise InvalidRequestError(
+            "The data contain tensors that the model does not take.",
+            where=f"{type(model).__name__}.forward",
+            expected=", ".join(parameters),
+            got=", ".join(unknown) or "no tensors",
+        )
+    return {name: value for name, value in call.items() if takes_any or name in parameters}
 
 
 def _items(file: Path, processor: Any) -> Iterator[_Item]:
@@ -167,7 +182,7 @@ def _loaded_processor(folder: Path) -> Any:
     raise DestinationError(
         "The checkpoint has no tokenizer and no processor that can be loaded, so data cannot be prepared.",
         where=str(folder),
-        got=" ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:200] if errors else listing(folder),
+        got=described(errors[0], 200) if errors else listing(folder),
         hint="processor.save_pretrained(folder) writes one; or give tensors: a file that ends in .safetensors.",
     )
 
@@ -185,7 +200,7 @@ def _processed(processor: Any, items: Sequence[_Item]) -> _Inputs:
             "The processor of the checkpoint does not accept the data.",
             where=type(processor).__name__,
             expected=_parameters(processor),
-            got=f"{', '.join(names)}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            got=f"{', '.join(names)}: {described(error, 200)}",
         ) from error
 
 

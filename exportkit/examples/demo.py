@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from exportkit.examples.run import ExampleRun
+from exportkit.examples.run import ExampleRun, padded, random_tokens
 
-_FIRST_WORD = 3  # ids below are the padding, begin and end tokens
 _SIZES: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -36,7 +35,7 @@ def _llama() -> ExampleRun:
     config = LlamaConfig(**_SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = LlamaForCausalLM(config).eval()
     # generate() drops a mask of ones, so the prompt starts with a padding token: the graph then has a mask too.
-    prompt, mask = _tokens(1, 7), torch.ones(1, 7, dtype=torch.int64)
+    prompt, mask = random_tokens(model, 1, 7), torch.ones(1, 7, dtype=torch.int64)
     prompt[:, 0] = mask[:, 0] = 0
 
     def run() -> None:
@@ -49,11 +48,11 @@ def _bert() -> ExampleRun:
     from transformers import BertConfig, BertForMaskedLM
 
     model = BertForMaskedLM(BertConfig(**_SIZES)).eval()
-    batches = [_padded(2, 7), _padded(3, 9), _padded(1, 5)]
+    batches = [padded(model, *shape) for shape in ((2, 7), (3, 9), (1, 5))]
 
     def run() -> None:
-        for tokens, mask in batches:
-            model(input_ids=tokens, attention_mask=mask)
+        for batch in batches:
+            model(**batch)
 
     return ExampleRun("tiny Bert", "3 padded batches of 2, 3 and 1 sentences", model, run)
 
@@ -97,17 +96,6 @@ def _ranker() -> ExampleRun:
             model(*visit, **boost)
 
     return ExampleRun("nested inputs", "3 calls: a dict in a dict, a list, a tensor that one call lacks", model, run)
-
-
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(_FIRST_WORD, _SIZES["vocab_size"], (batch, length))
-
-
-def _padded(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and their mask; the last sentence is two tokens shorter."""
-    tokens, mask = _tokens(batch, length), torch.ones(batch, length, dtype=torch.int64)
-    tokens[-1, -2:] = mask[-1, -2:] = 0
-    return tokens, mask
 
 
 def _visit(batch: int, clicks: int, buys: int) -> tuple[dict[str, Any], list[torch.Tensor]]:

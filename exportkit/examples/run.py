@@ -15,7 +15,7 @@ import torch
 
 from exportkit.api.observer import InputObserver
 from exportkit.calls.parts import Wanted
-from exportkit.errors import InvalidRequestError, ObservationError
+from exportkit.errors import InvalidRequestError, ObservationError, described
 
 _MOST_CALLS = 16  # with values; of further calls, shapes are enough
 OWN_CALLS = (
@@ -118,7 +118,7 @@ def _example(model: Any, description: str, run: Callable[[], object]) -> Example
             raise ObservationError(
                 "The model raises in the run that is observed.",
                 where=f"{type(model).__name__}: {description}",
-                got=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                got=described(error, 300),
                 hint=OWN_CALLS,
             ) from error
 
@@ -153,7 +153,7 @@ def forward_calls(model: Any, calls: Sequence[_Inputs]) -> ExampleRun:
 
 def _prompt(model: Any, tokenizer: Any) -> _Inputs:
     """One prompt with a padding token: ``generate`` drops a mask of ones, and the graph would have no mask."""
-    tokens = _random_tokens(model, 1, _PROMPT_TOKENS)[0].tolist() if tokenizer is None else tokenizer(_PROMPT).input_ids
+    tokens = random_tokens(model, 1, _PROMPT_TOKENS)[0].tolist() if tokenizer is None else tokenizer(_PROMPT).input_ids
     ids, mask = torch.tensor([[_padding_token(model), *tokens]]), torch.tensor([[0] + [1] * len(tokens)])
     if model.config.is_encoder_decoder:  # encoders are padded on the right, decoders on the left
         ids, mask = ids.roll(-1), mask.roll(-1)
@@ -165,18 +165,30 @@ def _prompt(model: Any, tokenizer: Any) -> _Inputs:
 def _text_calls(model: Any, tokenizer: Any) -> list[_Inputs]:
     if tokenizer is not None and tokenizer.pad_token is not None:
         return [dict(tokenizer(texts, padding=True, return_tensors="pt")) for texts in _TEXTS]
-    return [_padded(model, *shape) for shape in _TEXT_SHAPES]
+    return [padded(model, *shape) for shape in _TEXT_SHAPES]
 
 
-def _padded(model: Any, batch: int, length: int) -> _Inputs:
-    """Random tokens; the last sentence is two tokens shorter."""
-    ids, mask = _random_tokens(model, batch, length), torch.ones(batch, length, dtype=torch.int64)
+def padded(model: Any, batch: int, length: int) -> _Inputs:
+    """Returns random tokens and their mask; the last sentence is two tokens shorter.
+
+    Args:
+        model: A transformers model.
+        batch: Number of sentences.
+        length: Number of tokens of the longest one.
+    """
+    ids, mask = random_tokens(model, batch, length), torch.ones(batch, length, dtype=torch.int64)
     ids[-1, -2:], mask[-1, -2:] = _padding_token(model), 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _random_tokens(model: Any, batch: int, length: int) -> torch.Tensor:
-    """Random tokens without the first ones of the vocabulary, which are often special tokens."""
+def random_tokens(model: Any, batch: int, length: int) -> torch.Tensor:
+    """Returns random tokens without the first ones of the vocabulary, which are often special tokens.
+
+    Args:
+        model: A transformers model.
+        batch: Number of sentences.
+        length: Number of tokens.
+    """
     size = model.config.get_text_config().vocab_size
     return torch.randint(min(3, size - 1), size, (batch, length), generator=torch.Generator().manual_seed(0))
 

@@ -21,6 +21,7 @@ import torch
 from exportkit._torch_compat.memory import StorageRef, memory_state
 from exportkit._torch_compat.modules import paths_of_modules
 from exportkit._torch_compat.tracing import in_backward, is_capturing, is_tracing
+from exportkit.errors import described
 from exportkit.files import versions
 from exportkit.module_outputs import scope
 from exportkit.module_traces.files import FORMAT, VERSION, TraceFiles, encode, quoted
@@ -148,7 +149,7 @@ class TraceRecorder:
             with self._gradients():
                 result = call(*args, **kwargs)
         except BaseException as error:
-            self._guarded(self._end, frame, None, f"{type(error).__name__}: {error}")
+            self._guarded(self._end, frame, None, described(error))
             raise
         else:
             self._guarded(self._end, frame, result, None)
@@ -182,7 +183,7 @@ class TraceRecorder:
                 self._is_over = True
                 self.note(f"The recording stopped, as it could not be written: {error}")
             except Exception as error:
-                self.note(f"A call could not be recorded: {type(error).__name__}: {error}")
+                self.note(f"A call could not be recorded: {described(error)}")
             finally:
                 self._busy = None
         return None
@@ -229,7 +230,7 @@ class TraceRecorder:
         except OSError:
             raise
         except Exception as error:
-            self.note(f"What {frame.path or 'the model'} was given or returned: {type(error).__name__}: {error}")
+            self.note(f"What {frame.path or 'the model'} was given or returned: {described(error)}")
             text = _NOTHING
         return lines, text
 
@@ -265,7 +266,7 @@ class TraceRecorder:
         except OSError:
             raise
         except Exception as error:
-            self.note(f"A {tensor.dtype} tensor could not be read: {type(error).__name__}: {error}")
+            self.note(f"A {tensor.dtype} tensor could not be read: {described(error)}")
             stored, measured = False, TensorStatistics(Statistics(), "")
         if measured is not None:
             line += f",{measured.text()}"

@@ -22,6 +22,7 @@ from exportkit.probing.missing import fill_missing
 from exportkit.probing.simplify import as_simplified, value_at, with_split_lists
 from exportkit.programs.program import TracedProgram
 from exportkit.running.bounds import HALF
+from exportkit.running.compare import Tensors
 from exportkit.running.eager import EagerRunner
 from exportkit.running.kernels import without_weights
 from exportkit.running.placement import Placement
@@ -29,8 +30,6 @@ from exportkit.running.program import tensor_placeholders
 from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import GraphSession, Session, SessionRunner
 from exportkit.trees import check_opened, first_name, flatten, join, set_stored_length, stored_length
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,22 @@ import contextlib
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from exportkit.errors import RuntimeFailure
 from exportkit.onnx_files.matrices import all_nodes, remove_unused
 from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Quantisation, WeightMatrix
+from exportkit.running.compare import Tensors
 from exportkit.running.placement import require_onnxruntime
 
 if TYPE_CHECKING:
     import onnx
 
-Tensors = Mapping[str, torch.Tensor]
 # MatMulNBits rounds activations to int8 in blocks and computes with integers, several times as fast on a CPU. On a
 # trained model of two layers that moved the KL divergence from 0.0265 to 0.0268, of int4 weights.
 _COMPUTE_IN_INT8 = 4

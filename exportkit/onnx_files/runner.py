@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from exportkit.running.placement import Placement, Provider, placed
 from exportkit.running.runner import Returned
 from exportkit.running.session import GraphSession, Session
 from exportkit.trees import flatten, join
+
+_Runner = TypeVar("_Runner", bound="OnnxRunner")
 
 
 @dataclass(frozen=True)
@@ -208,12 +211,9 @@ class OnnxRunner:
         own, made = self._fed_by_parts(args, kwargs, seed)
         if self.split is None:
             return self.graph.call(args, kwargs, self.graph.given(args, own, made), seed)
-        trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
-        shapes = shapes_in(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
-        kind = self.split.landmarks.kind(shapes, given_constants(trees, self.contract.signature))
+        shapes, likely_first = self._likely_first(self.split, args, own, made)
         reasons = []
-        for name in sorted(self.graphs, key=lambda name: self.split is not None and self.split.kinds[name] != kind):
-            graph = self.graphs[name]
+        for name, graph in likely_first:
             try:
                 return graph.call(args, kwargs, graph.given(args, own, made), seed)
             except ArgumentError as error:
@@ -227,6 +227,28 @@ class OnnxRunner:
             got=f"\n{' ' * 7}".join(reasons),
             hint="observe a call like this one too, then export again.",
         )
+
+    def _likely_first(
+        self, split: Split, args: tuple[Any, ...], own: Mapping[str, Any], made: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, tuple[int, ...]], list[tuple[str, OnnxGraph]]]:
+        """The shapes of a call, and several graphs by name, those for its kind first."""
+        trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
+        shapes = shapes_in(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
+        kind = split.landmarks.kind(shapes, given_constants(trees, self.contract.signature))
+        return shapes, sorted(self.graphs.items(), key=lambda item: split.kinds[item[0]] != kind)
+
+    def graph_for(self, call: Call) -> OnnxGraph:
+        """Returns the graph that a call goes to; of several, the likeliest one if it fits none."""
+        if self.split is None:
+            return self.graph
+        args, kwargs = call.args_kwargs_as_given()
+        own, made = self._fed_by_parts(args, kwargs, call.seed)
+        graphs = [graph for _, graph in self._likely_first(self.split, args, own, made)[1]]
+        for graph in graphs:
+            with contextlib.suppress(ArgumentError):
+                graph.given(args, own, made)
+                return graph
+        return graphs[0]
 
     def _require_fit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ArgumentError for arguments that the model could not be called with, and for arrays of numpy."""
@@ -317,7 +339,28 @@ class OnnxRunner:
         """
         graphs = {name: graph.opened_by(session_class) for name, graph in self.graphs.items()}
         parts = {name: part.opened_by(session_class) for name, part in self.parts.items()}
-        return OnnxRunner(graphs, parts, self.edges, split=self.split, attempts=self.attempts, exported=self.exported)
+        found = self.copied(OnnxRunner, graphs, parts)
+        found.compared = None  # that run was not in this runtime
+        return found
+
+    def copied(self, cls: type[_Runner], graphs: Mapping[str, OnnxGraph], parts: Mapping[str, OnnxRunner]) -> _Runner:
+        """Returns other graphs and parts with everything else that this runner has.
+
+        Args:
+            cls: The class of what is returned.
+            graphs: The graphs, by name.
+            parts: The parts, by name.
+        """
+        return cls(
+            graphs,
+            parts,
+            self.edges,
+            split=self.split,
+            attempts=self.attempts,
+            exported=self.exported,
+            check_files=self.check_files,
+            compared=self.compared,
+        )
 
     def reopen_changed(self) -> None:
         """Closes the sessions whose files were written or replaced since they were opened, so that they open again."""

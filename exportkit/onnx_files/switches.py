@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from exportkit.onnx_files.quantised import BITS, Quantisation, WeightMatrix
-from exportkit.onnx_files.quantisers import Tensors, quantise, write
+from exportkit.onnx_files.quantisers import quantise, write
+from exportkit.running.compare import Tensors
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:

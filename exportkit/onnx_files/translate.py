@@ -35,7 +35,7 @@ from exportkit._torch_compat.symbolic_shapes import SYMBOL_NAME, forget_pending_
 from exportkit._torch_compat.traced_values import sizes_that_follow
 from exportkit._torch_compat.tracing import dispatch_restored
 from exportkit._torch_compat.transformers import ExporterTranslations, exporter_translations
-from exportkit.errors import ExportError, InvalidRequestError
+from exportkit.errors import ExportError, InvalidRequestError, short_text
 from exportkit.onnx_files.choices import choices_as_branches
 from exportkit.onnx_files.contract import Contract, Runtime, input_names, output_names
 from exportkit.onnx_files.decompositions import prepared, translatable, without_assertions
@@ -320,7 +320,7 @@ def _summary(error: Exception) -> str:
     """The part of torch.onnx's message that names the operator, without its colours and advice."""
     text = re.sub(r"\x1b?\[\d+m", "", str(error))
     cause = text.partition("## Exception summary")[2].partition("(Refer to")[0] or text
-    return " ".join(cause.split())[:500]
+    return short_text(cause, 500)
 
 
 def _name_values(graph: onnx_ir.Graph, traced: TracedProgram) -> tuple[dict[str, str], dict[str, str]]:

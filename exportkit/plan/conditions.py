@@ -6,10 +6,11 @@ Bounds that a condition amounts to, and sizes that it leaves out, are read from 
 from __future__ import annotations
 
 import ast
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from types import CodeType
 from typing import Any
@@ -159,21 +160,23 @@ def first_broken(conditions: Sequence[SizeCondition], names: Sequence[str]) -> C
                 expected=", ".join(names) or "no variable",
                 got=", ".join(sorted(unknown))[:200],
             )
-        text = ast.unparse(_Replaced(short).visit(_copied(condition.tree)))  # no name in a file becomes one in code
+        # no name in a file becomes one in code
+        text = ast.unparse(_Replaced(short).visit(copy.deepcopy(condition.tree)))
         lines.append(f"{_STEP}if not ({text}): return {number}")
     lines.append(f"{_STEP}return -1")
     space: dict[str, Any] = {"__builtins__": {}, **_FUNCTIONS}
     exec("\n".join(lines), space)  # built from parsed trees of numbers, sizes and the operators above, nothing else
     check = space["check"]
 
+    @cache
+    def each() -> list[Callable[[Sequence[int]], int]]:
+        return [first_broken([condition], names) for condition in conditions]
+
     def run(sizes: Sequence[int]) -> int:
         try:
             found: int = check(*sizes)
         except (ArithmeticError, ValueError, TypeError):  # a division by 0, a root of a negative number
-            for number, condition in enumerate(conditions if len(conditions) > 1 else ()):
-                if first_broken([condition], names)(sizes) == 0:
-                    return number
-            return 0
+            return 0 if len(conditions) == 1 else next(i for i, alone in enumerate(each()) if alone(sizes) == 0)
         return found
 
     return run
@@ -276,7 +279,7 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> Any:
 def _compiled(text: str) -> CodeType:
     condition = SizeCondition(text)
     names = {name: f"size_{name}" for name in condition.variables()}
-    return compile(ast.unparse(_Replaced(names).visit(_copied(condition.tree))), "<sizes>", "eval")
+    return compile(ast.unparse(_Replaced(names).visit(copy.deepcopy(condition.tree))), "<sizes>", "eval")
 
 
 _STEP = "    "
@@ -296,13 +299,9 @@ class _Replaced(ast.NodeTransformer):
         return ast.Name(value) if isinstance(value, str) else ast.Constant(value)
 
 
-def _copied(tree: ast.expr) -> ast.expr:
-    return ast.parse(ast.unparse(tree), mode="eval").body
-
-
 def _with_numbers(side: ast.expr, sizes: Mapping[str, int]) -> str:
     """An expression with numbers put in, and its value: ``64 * 80 = 5120``."""
-    text = ast.unparse(_Replaced(sizes).visit(_copied(side)))
+    text = ast.unparse(_Replaced(sizes).visit(copy.deepcopy(side)))
     if isinstance(side, ast.Name):
         return text
     try:

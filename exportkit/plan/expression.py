@@ -89,7 +89,11 @@ class Expression:
 
     def renamed(self, names: Mapping[str, str]) -> Expression:
         """Returns the expression with its variables renamed."""
-        return replace(self, terms=tuple([(names.get(name, name), factor) for name, factor in self.terms]))
+        terms: dict[str, int] = {}
+        for name, factor in self.terms:
+            new = names.get(name, name)
+            terms[new] = terms.get(new, 0) + factor
+        return replace(self, terms=tuple(terms.items()))
 
     def with_value(self, name: str, value: int) -> Expression:
         """Returns the expression with a number in place of one of its variables."""

@@ -19,6 +19,7 @@ from exportkit.plan.leaves import (
     PlannedLeaf,
     Role,
     Variable,
+    identifier,
     known,
     listed,
     unique_name,
@@ -165,10 +166,7 @@ def name_variables(plan: Plan) -> Plan:
         unique = unique_name(name, roles)
         names[variable.name], roles[unique] = unique, role
     named = plan.with_names(names)
-    variables = [
-        replace(v, role=roles[v.name], follows=v.follows if v.follows in roles else None) for v in named.variables
-    ]
-    return replace(named, variables=tuple(variables))
+    return replace(named, variables=tuple([replace(v, role=roles[v.name]) for v in named.variables]))
 
 
 def _batch(plan: Plan) -> str | None:
@@ -217,22 +215,22 @@ def _name_and_role(plan: Plan, variable: Variable, taken: Collection[str]) -> tu
             if "sequence" not in taken:
                 return "sequence", "sequence"
             stem = _SUFFIXES.sub("", leaf.argument).removesuffix("_input").removesuffix("_attention")
-            return f"{_identifier(stem)}_sequence", "sequence"  # such as decoder_sequence
+            return f"{identifier(stem)}_sequence", "sequence"  # such as decoder_sequence
     if any(other.follows == variable.name for other in plan.variables):
         return "encoder_sequence", "other"
     leaf, axis = leaves[0] if leaves else (plan.leaves[0], 0)
     if _is_image(leaf) and axis >= _IMAGE_RANK - 2:
         return ("height", "width")[axis - 2], "other"
     if leaf.sizes[0] == Expression.of(0):  # a Python number as the size of a tensor without elements
-        return _identifier(leaf.path), "other"
+        return identifier(leaf.path), "other"
     if axis == _LENGTH_AXIS and ".layers[" in leaf.path and leaf.path.endswith((".keys", ".values")):
         return "cache_length", "other"  # of layers of a fixed length
-    return f"{_identifier(leaf.path)}_axis_{axis}", "other"
+    return f"{identifier(leaf.path)}_axis_{axis}", "other"
 
 
 def _stem(path: str) -> str:
     """``image`` for ``image_grid_thw``."""
-    return _identifier(path).partition("_grid")[0].partition("_size")[0] or "image"
+    return identifier(path).partition("_grid")[0].partition("_size")[0] or "image"
 
 
 def _rows_name(leaf: PlannedLeaf) -> str:
@@ -240,13 +238,9 @@ def _rows_name(leaf: PlannedLeaf) -> str:
     if _is_image(leaf):
         return "images"
     steps = leaf.path.split(".")
-    return f"{_identifier(steps[1] if len(steps) > 2 else _SUFFIXES.sub('', leaf.argument).removesuffix('s'))}_rows"
+    return f"{identifier(steps[1] if len(steps) > 2 else _SUFFIXES.sub('', leaf.argument).removesuffix('s'))}_rows"
 
 
 def _is_image(leaf: PlannedLeaf) -> bool:
     channels = leaf.sizes[1] if len(leaf.sizes) == _IMAGE_RANK else None
     return channels is not None and channels.is_static and channels.constant in _IMAGE_CHANNELS
-
-
-def _identifier(path: str) -> str:
-    return re.sub(r"\W+", "_", path).strip("_")

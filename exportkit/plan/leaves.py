@@ -5,6 +5,7 @@ This is all that the reasoning knows of a model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
@@ -32,6 +33,11 @@ def listed(sizes: Sizes) -> str:
 def unique_name(name: str, taken: Container[str]) -> str:
     """Returns a name that is not taken: the name itself, or with a number."""
     return next(unique for unique in chain([name], (f"{name}_{number}" for number in count(2))) if unique not in taken)
+
+
+def identifier(path: str) -> str:
+    """Returns a path as part of a name: ``layers_0_keys`` for ``layers[0].keys``."""
+    return re.sub(r"\W+", "_", path).strip("_")
 
 
 def is_below(path: str, root: str) -> bool:

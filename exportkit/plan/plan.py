@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -17,9 +18,11 @@ from exportkit.plan.leaves import (
     Role,
     Sizes,
     Variable,
+    identifier,
     is_below,
     known,
     listed,
+    unique_name,
 )
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
 from exportkit.plan.text import dump_plan, explain_axis, load_plan, plan_html, plan_source, plan_table
@@ -135,7 +138,9 @@ class Plan:
             sizes = tuple([changed.get((leaf.path, axis), size) for axis, size in enumerate(leaf.sizes)])
             leaves.append(leaf if sizes == leaf.sizes else replace(leaf, sizes=sizes))
             needed.update(*map(Expression.variables, sizes))
-        return replace(self, leaves=tuple(leaves), variables=tuple([v for v in self.variables if v.name in needed]))
+        kept = [v for v in self.variables if v.name in needed]
+        variables = [v if v.follows is None or v.follows in needed else replace(v, follows=None) for v in kept]
+        return replace(self, leaves=tuple(leaves), variables=tuple(variables))
 
     def with_variable(self, variable: Variable, axes: Iterable[AxisKey]) -> Self:
         """Returns the plan in which the given axes are one new variable."""
@@ -209,13 +214,10 @@ class Plan:
         """Returns the plan with the variable ``old`` called ``new``, also in ONNX.
 
         Raises:
-            PlanError: if there is no such variable, or the name is taken.
+            PlanError: if there is no such variable, or the name is taken or not valid.
         """
         self.variable(old)
-        if not isinstance(new, str) or not new.isidentifier():
-            raise PlanError(
-                f"{new!r} is not a valid name for a variable.", expected="a name such as 'batch'", got=repr(new)
-            )
+        _require_name(new)
         if any(variable.name == new for variable in self.variables):
             hint = f"plan.tie({new!r}, {old!r}) makes them one."
             raise PlanError(f"The plan already has a variable {new!r}.", hint=hint)
@@ -242,8 +244,7 @@ class Plan:
             for i, expression in enumerate(leaf.sizes):
                 if target in expression.variables():
                     changed[leaf.path, i] = expression.with_value(target, size)
-        free = tuple([replace(v, follows=None) if v.follows == target else v for v in self.variables])
-        return replace(self, variables=free).with_sizes(changed)
+        return self.with_sizes(changed)
 
     def dynamic(self, path: str, axis: int, name: str | None = None) -> Self:
         """Returns the plan in which a static axis of an input is a variable.
@@ -254,17 +255,21 @@ class Plan:
             name: Name of the variable.
 
         Raises:
-            PlanError: if the axis varies already, or the name is taken.
+            PlanError: if the axis varies already, or the name is taken or not valid.
         """
         leaves = self._leaves_at(path, axis)
         for leaf in leaves:
             if not leaf.sizes[axis].is_static:
                 raise PlanError(f"Axis {axis} of {leaf.path} varies already.", got=str(leaf.sizes[axis]))
-        wanted = name or "_".join(filter(str.isidentifier, [*path.replace("[", ".").split("."), f"axis_{axis}"]))
-        if any(variable.name == wanted for variable in self.variables):
-            raise PlanError(f"The plan already has a variable {wanted!r}.", hint="choose another name.")
+        names = {variable.name for variable in self.variables}
+        if name is None:
+            name = unique_name(f"{identifier(path)}_axis_{axis}", names)
+        else:
+            _require_name(name)
+        if name in names:
+            raise PlanError(f"The plan already has a variable {name!r}.", hint="choose another name.")
         seen = leaves[0].seen(axis)
-        variable = Variable(wanted, "other", seen, f"made dynamic by hand; sizes {listed(seen)}")
+        variable = Variable(name, "other", seen, f"made dynamic by hand; sizes {listed(seen)}")
         return self.with_variable(variable, [(leaf.path, axis) for leaf in leaves])
 
     def split(self, name: str, *paths: str) -> Self:
@@ -282,17 +287,22 @@ class Plan:
                 expected=f"some of {', '.join(dict.fromkeys(path for path, _ in every))}",
                 got="none of them" if not axes else "all of them",
             )
-        number = next(i for i in range(2, 1000) if all(v.name != f"{name}_{i}" for v in self.variables))
-        apart = replace(old, name=f"{name}_{number}", evidence=f"{old.evidence}; split from {name} by hand")
+        free = unique_name(name, {variable.name for variable in self.variables})
+        apart = replace(old, name=free, evidence=f"{old.evidence}; split from {name} by hand")
         return self.with_variable(apart, axes)
 
     def tie(self, first: str, second: str) -> Self:
         """Returns the plan in which two variables are one, called ``first``.
 
         Raises:
-            PlanError: if they had different sizes in a recorded call.
+            PlanError: if they are the same variable, had different sizes in a recorded call, or recorded sizes are
+                outside of the range that both allow.
         """
-        for call, (a, b) in enumerate(zip(self.variable(first).seen, self.variable(second).seen, strict=True)):
+        kept, tied, seen = self.variable(first), self.variable(second), list[int | None]()
+        if first == second:
+            raise PlanError("A variable cannot be tied to itself.", expected="two variables", got=first)
+        for call, (a, b) in enumerate(zip(kept.seen, tied.seen, strict=True)):
+            seen.append(b if a is None else a)
             if a is not None and b is not None and a != b:
                 raise PlanError(
                     f"{first!r} and {second!r} cannot be one variable: a recorded call had different sizes.",
@@ -300,8 +310,20 @@ class Plan:
                     expected=f"{first} = {second}",
                     got=f"{a} and {b}",
                 )
-        rest = tuple([variable for variable in self.variables if variable.name != second])
-        return replace(self, leaves=self.with_names({second: first}).leaves, variables=rest)
+        limits = [limit for limit in (kept.maximum, tied.maximum) if limit is not None]
+        merged = replace(
+            kept,
+            role=tied.role if kept.role == "other" else kept.role,
+            seen=tuple(seen),
+            minimum=max(kept.minimum, tied.minimum),
+            maximum=min(limits, default=None),
+            follows=None if kept.follows == second else kept.follows,
+            required=kept.required or tied.required,
+        )
+        _require_within(first, merged.seen, merged.minimum, merged.maximum)
+        renamed = self.with_names({second: first})
+        variables = {variable.name: variable for variable in renamed.variables} | {first: merged}
+        return replace(renamed, variables=tuple(variables.values()))
 
     def range(self, name: str, minimum: int = 0, maximum: int | None = None) -> Self:
         """Returns the plan in which a variable is between ``minimum`` and ``maximum``.
@@ -312,19 +334,7 @@ class Plan:
         Raises:
             PlanError: if a recorded size is outside.
         """
-        seen = known(self.variable(name).seen)
-        is_whole = all(isinstance(limit, int) for limit in (minimum, maximum) if limit is not None)
-        if not is_whole or minimum < 0 or (maximum is not None and maximum < minimum):
-            raise PlanError(
-                "Not a valid range.", where=name, expected="0 <= minimum <= maximum", got=(minimum, maximum)
-            )
-        outside = sorted([size for size in seen if size < minimum or (maximum is not None and size > maximum)])
-        if outside:
-            raise PlanError(
-                f"The range of {name!r} leaves out sizes that were recorded.",
-                expected=f"{min(seen)} to {max(seen)} within the range",
-                got=f"{minimum} to {'any' if maximum is None else maximum}, without {outside}",
-            )
+        _require_within(name, self.variable(name).seen, minimum, maximum)
         limited = replace(self.variable(name), minimum=minimum, maximum=maximum, required=True)
         return replace(self, variables=tuple([limited if v.name == name else v for v in self.variables]))
 
@@ -368,6 +378,28 @@ class Plan:
             if not 0 <= axis < len(leaf.sizes):
                 raise PlanError(f"{leaf.path} has no axis {axis}.", expected=f"0 to {len(leaf.sizes) - 1}", got=axis)
         return leaves
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or "__" in name:
+        raise PlanError(
+            f"{name!r} is not a valid name for a variable.",
+            expected="a Python identifier such as 'batch', not a keyword, without '__'",
+            got=repr(name),
+        )
+
+
+def _require_within(name: str, sizes: Sizes, minimum: int, maximum: int | None) -> None:
+    seen, is_whole = known(sizes), all(isinstance(limit, int) for limit in (minimum, maximum) if limit is not None)
+    if not is_whole or minimum < 0 or (maximum is not None and maximum < minimum):
+        raise PlanError("Not a valid range.", where=name, expected="0 <= minimum <= maximum", got=(minimum, maximum))
+    outside = sorted([size for size in seen if size < minimum or (maximum is not None and size > maximum)])
+    if outside:
+        raise PlanError(
+            f"The range of {name!r} leaves out sizes that were recorded.",
+            expected=f"{min(seen)} to {max(seen)} within the range",
+            got=f"{minimum} to {'any' if maximum is None else maximum}, without {outside}",
+        )
 
 
 def _only_size(what: str, seen: Sizes) -> int:

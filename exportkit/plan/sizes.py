@@ -41,7 +41,7 @@ def choose_sizes(
     Args:
         plan: The plan.
         partly_cached: Let caches that follow a length be shorter than it, instead of as long, if sizes can be found.
-        chunk: Let the new tokens be more than a chunk of this size, and not a multiple of it.
+        chunk: Let the new tokens be more than a chunk of this size, and not a multiple of it, if their range allows it.
         between: Choose sizes that are not multiples of what the model may pad to: other sizes where only multiples of a
             number were seen, otherwise seen ones that have little in common with the largest one.
 
@@ -94,10 +94,11 @@ def _export_sizes(
     variable: Variable, most: int | None, taken: frozenset[int], chunk: int | None, between: bool
 ) -> Iterator[int]:
     """Yields sizes for a variable that equal no static size: those recorded, then those near the largest one."""
-    if chunk is not None and variable.role == "sequence":
-        yield from (size for size in itertools.count(chunk + 2) if size % chunk and size not in taken)
     seen, step = _seen_and_step(variable)
     least, top = max(variable.minimum, 2), math.inf if most is None else most
+    if chunk is not None and variable.role == "sequence":
+        beyond = itertools.takewhile(lambda size: size <= top, itertools.count(max(chunk + 2, least)))
+        yield from (size for size in beyond if size % chunk and size not in taken)
     if between and step > 1:
         near = range(max(seen) + 1, max(seen) + step * _OPTIONS)
         yield from (size for size in near if size % step and least <= size <= top and size not in taken)

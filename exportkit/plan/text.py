@@ -13,7 +13,7 @@ from exportkit.errors import PlanError
 from exportkit.json_data import InvalidDataError, as_tuples, parse_json, read
 from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, known, listed
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
-from exportkit.plan.tables import aligned, html_lines, html_of, html_table
+from exportkit.plan.tables import aligned, first_of, html_lines, html_of, html_table
 
 _FORMAT = "exportkit-plan"
 _VERSION = 1
@@ -98,17 +98,13 @@ def explain_axis(leaf: PlannedLeaf, axis: int, leaves: Sequence[PlannedLeaf], va
     sentences = [f"{where} is the variable {variable.name}.", f"It was {listed(seen)} in the calls."]
     sentences.append(f"Evidence: {variable.evidence}.")
     if shared:
-        sentences.append(f"Shared with {_shortened(shared)}.")
+        sentences.append(f"Shared with {first_of(shared, 3)}.")
     if used:
-        sentences.append(f"Part of the size of {_shortened(used)}.")
+        sentences.append(f"Part of the size of {first_of(used, 3)}.")
     if variable.minimum or variable.maximum is not None:
         most = "any" if variable.maximum is None else variable.maximum
-        sentences.append(f"Allowed are {variable.minimum} to {most}.")
+        sentences.append(f"Allowed sizes: {variable.minimum} to {most}.")
     return " ".join(sentences)
-
-
-def _shortened(items: list[str]) -> str:
-    return ", ".join(items) if len(items) <= 3 else f"{', '.join(items[:2])} and {len(items) - 2} more"
 
 
 def plan_source(structure: Mapping[str, Any], leaves: Mapping[str, PlannedLeaf], variables: Sequence[Variable]) -> str:
@@ -151,14 +147,19 @@ def dump_plan(fields: Mapping[str, Any]) -> str:
     for leaf in data["leaves"]:
         leaf["sizes"] = [size.to_json() for size in leaf["sizes"]]
     for constant in data["constants"]:
-        value = constant["value"]
-        is_plain = value is None or isinstance(value, bool | int | float | str)
-        constant["value"] = value if is_plain else repr(value)
+        constant["value"] = _plain(constant["value"])
     for name in ("joined", "unused"):
         data[name] = list(fields[name])
     data["echoes"] = dict(fields["passed_through"])  # the name under which version 1 keeps them
     data["structure"] = {name: _tagged(value) for name, value in fields["structure"].items()}
-    return json.dumps(data, indent=1)
+    return json.dumps(data, indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """A value as it is if JSON can hold it, otherwise its repr."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def load_plan(text: str) -> dict[str, Any]:
@@ -229,11 +230,14 @@ def _require_leaves(value: Any, leaves: Mapping[str, PlannedLeaf]) -> None:
 
 
 def _tagged(value: Any) -> Any:
-    """Lists as they are; others with a tag, as JSON has only one kind of list, and keys that are strings."""
+    """Lists as they are; others with a tag, as JSON has only one kind of list, and keys that are strings.
+
+    Keys are shown in code, and nothing else, so a repr serves where JSON cannot hold one.
+    """
     if isinstance(value, tuple | deque):
         return {"tuple" if isinstance(value, tuple) else "deque": [_tagged(item) for item in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[key, _tagged(item)] for key, item in value.items()]}
+        return {"dict": [[_plain(key), _tagged(item)] for key, item in value.items()]}
     return [_tagged(item) for item in value] if isinstance(value, list) else value
 
 

@@ -19,6 +19,7 @@ from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.arguments.build import build_call
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.cached_tokens import hidden_past
@@ -129,7 +130,8 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
         if not call.tensors().keys() >= {*optional}:
             calls.append(call)
             numbers.append(number)
-    if not calls:
+    unstored = _calls_like_further(plan, observation)
+    if not calls and not unstored:
         return MissingDefaults(ones)
 
     def run(values: Mapping[str, Fill], call: Call) -> dict[str, torch.Tensor]:
@@ -139,10 +141,11 @@ def find_missing_defaults(plan: Plan, observation: Observation, model: torch.nn.
 
     def best_of(calls: Sequence[Call]) -> tuple[dict[str, Fill], list[int]]:
         """The values that are right for most calls, and the positions of the others."""
-        tried = [*calls, *_answered(_other_calls(plan, calls), model, method)]
+        every = [*calls, *unstored]
+        tried = [*calls, *_answered([*unstored, *_other_calls(plan, every)], model, method)]
         best: dict[str, Fill] = {}
         fewest = list(range(len(tried)))
-        for values in itertools.islice(_choices(plan, observation, calls, optional), _MOST_TRIALS):
+        for values in itertools.islice(_choices(plan, observation, every, optional), _MOST_TRIALS):
             outcomes = compare_calls(recorded, functools.partial(run, values), tried, compare)
             wrong = [position for position, outcome in enumerate(outcomes) if not outcome.agrees]
             if len(wrong) < len(fewest):
@@ -205,6 +208,18 @@ def absent_patterns(plan: Plan, observation: Observation) -> dict[frozenset[str]
         absent = optional.difference(shapes)
         for pattern in {absent, absent | restored}:
             found.setdefault(pattern, []).append(number)
+    return found
+
+
+def _calls_like_further(plan: Plan, observation: Observation) -> list[Call]:
+    """Calls, not made, that leave out the inputs which only calls that are not stored left out together."""
+    if not observation.calls:
+        return []
+    stored = absent_patterns(plan, replace(observation, further=()))
+    sizes, found = solve_sizes(plan, observation.calls[-1].shapes()), []
+    for pattern in sorted(absent_patterns(plan, observation).keys() - stored.keys(), key=sorted)[:_MOST_TRIALS]:
+        with contextlib.suppress(ArgumentError):
+            found.append(call_without(plan, observation, sizes, pattern))
     return found
 
 

@@ -15,12 +15,11 @@ from exportkit.json_data import Size
 from exportkit.plan.conditions import SizeCondition, first_broken
 from exportkit.plan.expression import Expression
 from exportkit.plan.sizes import solve_equations
+from exportkit.running.compare import Tensors
 
 # torch.export assumes that every size is at least this.
 SMALLEST = 2
 _LIMITS = (int, type(None))
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

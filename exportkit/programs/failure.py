@@ -20,7 +20,7 @@ from exportkit._torch_compat.symbolic_shapes import source_names
 from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit._torch_compat.tracing import watched_symbols
 from exportkit.calls.call import Call
-from exportkit.errors import ExportError, ExportkitError
+from exportkit.errors import ExportError, ExportkitError, described
 from exportkit.plan.plan import Plan
 from exportkit.programs.loop_failures import why_unrolled
 from exportkit.programs.model_lines import ModelLine, line_of_frames, line_of_node
@@ -176,7 +176,7 @@ def _cause_of_translation(error: BaseException) -> Cause:
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
-    got = f"{type(root).__name__}: {' '.join(str(root).split())}"[:_LONGEST_GOT]
+    got = described(root, _LONGEST_GOT)
     if node is None or "No ONNX function found" not in got:
         return Cause(f"{_TRANSLATION}.", None if node is None else line_of_node(node), None, got, None)
     used = node.meta.get("original_aten", node.target)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from exportkit.calls.call import Call
-from exportkit.errors import ArgumentError
+from exportkit.errors import ArgumentError, described
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled, solve_sizes
 from exportkit.plan.small_sizes import (
@@ -270,5 +270,5 @@ class ProgramProbe:
         if isinstance(outcome.error, OtherWay):
             raise outcome.error
         if outcome.error is not None:
-            return f"the program raises {type(outcome.error).__name__}: {' '.join(str(outcome.error).split())[:160]}"
+            return f"the program raises {described(outcome.error, 160)}"
         return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")

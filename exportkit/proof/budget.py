@@ -6,6 +6,7 @@ one after the other; how many of them need it is found by bisection.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,10 @@ from exportkit.onnx_files.quantised import BITS, Quantised, WeightMatrix
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.switches import RewrittenGraph, SwitchedGraph
 from exportkit.probing.simplify import as_simplified
-from exportkit.proof.calls import Tensors
 from exportkit.proof.differences import hidden_elements
 from exportkit.proof.figures import Figures, figures_of, over_budget, together, worst
 from exportkit.proof.report import Kind
+from exportkit.running.compare import Tensors
 
 if TYPE_CHECKING:
     import onnx
@@ -138,9 +139,13 @@ def _figures(
         for name, tensor in switched.run(case.feeds, stored).items():
             path = graph.contract.outputs[name]
             expected = case.expected.get(path)
-            if expected is not None and expected.shape == tensor.shape:
+            if expected is None:
+                continue
+            if expected.shape == tensor.shape:
                 item = figures_of(expected, tensor, case.hidden.get(path), path in quantised.logits)
-                of_kind.setdefault(path, []).append(item)
+            else:
+                item = Figures(math.inf, max(expected.numel(), 1))
+            of_kind.setdefault(path, []).append(item)
     return {
         kind: {path: whole for path, items in by_path.items() if (whole := together(items)) is not None}
         for kind, by_path in found.items()

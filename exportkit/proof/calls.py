@@ -19,7 +19,7 @@ from exportkit.arguments.build import build_call, largest_tensors
 from exportkit.arguments.integers import is_integer
 from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
-from exportkit.errors import InvalidRequestError
+from exportkit.errors import InvalidRequestError, described, short_text
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
@@ -33,11 +33,10 @@ from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Affordable
-from exportkit.running.compare import outputs_close
+from exportkit.running.compare import Tensors, outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join
 
-Tensors = Mapping[str, torch.Tensor]
 _SEEDS = 1000
 _SCALES = (0.03, 4.0, -1.0)  # of the values in calls of a program that may decide by them
 
@@ -194,7 +193,7 @@ def _repeated_calls(traced: TracedProgram) -> Iterator[Call]:
         if not outputs_close(*(result.tensors() for result in results)):
             sizes = solve_sizes(traced.plan, call.shapes())
             for number, outputs in enumerate(results, start=1):
-                label = f"{call.index}, made twice, result {number}: random numbers, or a state that the model keeps"
+                label = f"{call.index}, called twice, result {number}: the model is random or keeps state"
                 yield replace(call, outputs=outputs, label=label, index=None, sizes=sizes)
 
 
@@ -203,8 +202,14 @@ def _calls_in_a_row(traced: TracedProgram) -> Iterator[Call]:
 
     It keeps what it computed from values, such as results by shape.
     """
-    sizes = next((item.sizes for item in unseen_sizes(traced.plan, traced.sizes)), traced.sizes)
-    call = call_at(traced, sizes, "made after another one of its sizes: a state that the model keeps")
+    label = "after a call with other values at these sizes: the model keeps state"
+    unseen = [item.sizes for item in unseen_sizes(traced.plan, traced.sizes)]
+    # at sizes of 0 or 1, these would be taken for the reason
+    tried = [sizes for sizes in unseen if not small(sizes) and traced.domain.check.contains(sizes)]
+    made = (call_at(traced, sizes, label) for sizes in (*tried, traced.sizes))
+    call = next((call for call in made if call.is_made), None)
+    if call is None:
+        return
     other = call.with_tensors({path: _other_values(tensor) for path, tensor in call.tensors().items()})
     try:
         (alone,) = _made_in_a_row(traced, (call, 0))
@@ -246,15 +251,17 @@ def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call
         label: What the sizes stand for.
     """
     plan, observation = traced.plan, traced.observation
+    failed = Call({}, observation.signature, label=label, sizes=sizes)
     try:
         call = _with_other_numbers(sized_call(plan, observation, traced.defaults, sizes), observation)
-        if call.seed is not None:
-            call = replace(call, seed=zlib.crc32(label.encode()) % _SEEDS)
+    except Exception as error:
+        return replace(failed, error=f"no call can be built: {short_text(error)}")
+    if call.seed is not None:
+        call = replace(call, seed=zlib.crc32(label.encode()) % _SEEDS)
+    try:
         return run_sized(plan, traced.model, traced.method, replace(call, label=label))
     except Exception as error:
-        reason = " ".join(str(error).split())[:240]
-        text = f"the model itself raises {type(error).__name__}: {reason}"
-        return Call({}, observation.signature, label=label, sizes=sizes, error=text)
+        return replace(failed, error=f"the model itself raises {described(error, 240)}")
 
 
 def _with_other_numbers(call: Call, observation: Observation) -> Call:

@@ -18,11 +18,11 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.probing.simplify import as_simplified
-from exportkit.proof.figures import Figures, Tensors, figures_of
+from exportkit.proof.figures import Figures, figures_of
 from exportkit.proof.half import farther_from_float32, most_allowed
 from exportkit.proof.leeway import call_name, hidden_by_padding, measurements
 from exportkit.running.bounds import fixed_bound, rounding_bound
-from exportkit.running.compare import Difference, close, compare_outputs
+from exportkit.running.compare import Difference, Tensors, close, compare_outputs
 from exportkit.trees import Tree, fingerprint, text_of
 from exportkit.trees.constants import difference, noted_values
 
@@ -35,8 +35,8 @@ _TENSOR = torch.empty(0)
 def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Tensors) -> tuple[Difference, ...]:
     """Returns one difference for each output leaf.
 
-    Where rounding in well-conditioned code does not explain a difference, the model is asked what else moves its
-    result, if it is at hand; what was found then is kept in ``graph.measured``.
+    Where rounding in well-conditioned code does not explain a difference, the model runs again to measure what else
+    changes its result, if it is at hand; what was found then is kept in ``graph.measured``.
 
     Args:
         graph: The graph.
@@ -83,7 +83,8 @@ def _in_float32(tensors: Tensors) -> Tensors:
 def value_differences(graph: OnnxGraph, expected: Tree, got: Tree) -> Iterator[Difference]:
     """Yields a difference for each Python value that is not what the model returned; tensors are not compared.
 
-    Numbers that the graph computes from tensors are compared like float32, which rounds in the graph as elsewhere.
+    Numbers that the graph computes from tensors are compared like float32, which rounds in the graph as elsewhere. Of
+    those of a quantised graph, only the type is compared.
 
     Args:
         graph: The graph.
@@ -92,8 +93,9 @@ def value_differences(graph: OnnxGraph, expected: Tree, got: Tree) -> Iterator[D
     """
     wanted, found = (dict(zip(tree.paths, tree.leaves, strict=True)) for tree in (expected, got))
     computed = [path for path in graph.contract.numbers if path in wanted or path in found]
+    are_equal = _are_close if graph.contract.quantised is None else _are_alike
     for path in computed:
-        if not _are_close(wanted.get(path), found.get(path)):
+        if not are_equal(wanted.get(path), found.get(path)):
             yield _difference(path, repr(wanted.get(path)), repr(found.get(path)))
     for path, noted in noted_values(expected).items():
         if path in found and noted != fingerprint(found[path]):
@@ -109,6 +111,10 @@ def _are_close(expected: Any, got: Any) -> bool:
     if type(expected) is not float or type(got) is not float:
         return fingerprint(expected) == fingerprint(got)
     return close(torch.tensor(expected), torch.tensor(got))
+
+
+def _are_alike(expected: Any, got: Any) -> bool:
+    return type(expected) is type(got)
 
 
 def _difference(path: str, expected: str, got: str) -> Difference:

@@ -12,8 +12,6 @@ from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.tables import aligned
 from exportkit.running.compare import distance
 
-Tensors = Mapping[str, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -21,7 +19,7 @@ class Figures:
 
     Attributes:
         error: Root mean square error, divided by the root mean square of the model's output; the share of elements that
-            differ if these are integers.
+            differ if these are integers; infinity for an output of a different shape.
         elements: Number of elements that were compared.
         top1: For logits, the share of positions at which the largest one is the model's; None for other outputs.
         kl: For logits, the mean Kullback-Leibler divergence from the model's distribution, in nats.
@@ -121,7 +119,9 @@ def over_budget(figures: Mapping[str, Figures], budget: Mapping[str, float], whe
         yield f"top-1 agreement {found.top1:.4f} at {where} is less than {budget['top1']:g}"
     if found.kl is not None and found.kl > budget.get("kl", math.inf):
         yield f"KL divergence {found.kl:.2g} at {where} is more than {budget['kl']:g}"
-    if found.error > budget.get("error", math.inf):
+    if found.error == math.inf:
+        yield f"an output at {where} has a different shape, or infinities"
+    elif found.error > budget.get("error", math.inf):
         yield f"error {found.error:.2g} at {where} is more than {budget['error']:g}"
 
 

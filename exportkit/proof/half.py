@@ -17,9 +17,9 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.probing.simplify import as_simplified
-from exportkit.proof.figures import Tensors, figures_of, worst
+from exportkit.proof.figures import figures_of, worst
 from exportkit.running.bounds import HALF, Bound, half_bound, index_means, usual_bound
-from exportkit.running.compare import elements_apart
+from exportkit.running.compare import Tensors, elements_apart
 
 # The graph's error may be this many times the model's: of all elements, and of those at the worst index of an axis.
 # docs/proof.rst has the largest that were measured.
@@ -87,7 +87,8 @@ def farther_from_float32(
         own, its = (_errors(true, tensor, visible) for tensor in (model, returned))
         for times, error, least in zip((_TIMES, _TIMES_AT_INDEX), its, own, strict=True):
             if error > times * least + unit:
-                found[path] = f"{error:.2g} from the model in float32, to which the model itself has {least:.2g}"
+                relative = f"its error relative to the model in float32 is {error:.2g}"
+                found[path] = f"{relative}; the model's own is {least:.2g}"
     return found
 
 

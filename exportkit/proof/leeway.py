@@ -3,8 +3,8 @@
 A proof first compares with `rounding_bound`, which costs nothing and is enough for most models. Only where that fails,
 the model runs again, and what it shows widens the bound of single elements:
 
-- Rounding: every operator rounds differently. Errors that a model amplifies, cancellation, and decisions that hang on
-  a last bit (``argmax``, ``round``, a comparison) show as results that move.
+- Rounding: every operator rounds differently. Errors that a model amplifies, cancellation, and decisions that depend
+  on the last bit (``argmax``, ``round``, a comparison) show as results that move.
 - Ties: operators that choose among equal elements follow the rule of ONNX.
 - Padding: what the mask hides gets other values. Positions that it hides are arbitrary only if they move then while
   all others stay; a mask that the model reads in another way hides nothing.
@@ -27,12 +27,10 @@ from exportkit.plan.plan import Plan
 from exportkit.probing.simplify import as_simplified
 from exportkit.proof.half import most_allowed
 from exportkit.running.bounds import Bound, local_scale, magnitudes, rounding_bound, usual_bound
-from exportkit.running.compare import compare_tensors, elements_apart
+from exportkit.running.compare import Tensors, compare_tensors, elements_apart
 from exportkit.running.masks import Visible, find_masks, visible_positions, visible_tail
 
-Tensors = Mapping[str, torch.Tensor]
-
-# Runs that round differently, at most. A decision that hangs on a last bit goes either way in half of them. In half
+# Runs that round differently, at most. A decision that depends on the last bit goes either way in half of them. In half
 # precision there are so many such decisions that four runs do not meet all; and of millions of elements, some move
 # little in each of four runs (2 of 3.7 million in the masks of a SAM).
 _RUNS, _RUNS_OF_MILLIONS, _RUNS_IN_HALF = 4, 8, 12
@@ -113,7 +111,8 @@ def hidden_by_padding(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
     for mask, visible in _maskings(graph, call) if graph.eager is not None else ():
         changed = _with_other_padding(graph.contract.plan, call, mask, visible)
         if changed is not None and graph.eager is not None:
-            found |= _arbitrary(returned, as_simplified(graph.eager(changed), joined, ()), visible)
+            hidden = _arbitrary(returned, as_simplified(graph.eager(changed), joined, ()), visible)
+            found |= {path: torch.maximum(tensor, found.get(path, tensor)) for path, tensor in hidden.items()}
     return found
 
 

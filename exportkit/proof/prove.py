@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, RuntimeFailure
+from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, RuntimeFailure, short_text
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
@@ -25,14 +25,14 @@ from exportkit.programs.exported import ExportedModel, require_own
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.stages import stage
-from exportkit.proof.calls import Tensors, as_made, assembled_calls, small_calls, unseen_calls
+from exportkit.proof.calls import as_made, assembled_calls, small_calls, unseen_calls
 from exportkit.proof.differences import lossy_differences, output_differences, value_differences
 from exportkit.proof.figures import Figures
 from exportkit.proof.half import distance_from_float32
 from exportkit.proof.leeway import call_name
 from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
-from exportkit.running.compare import Difference
+from exportkit.running.compare import Difference, Tensors
 from exportkit.running.eager import run_eager
 from exportkit.running.program import OtherWay, ProgramRunner
 from exportkit.running.runner import Returned, Runner, compare_calls
@@ -124,10 +124,11 @@ def _proof(
 
 
 def _given_rows(runner: OnnxRunner, given: Sequence[Call]) -> Iterator[Row]:
-    for call in (_known(runner.graph, call) for call in given):
-        sizes = solve_sizes(runner.contract.plan, call.shapes()) if runner.split is None else {}
-        row = Row("given", call.label.removeprefix("given "), sizes, "proven")
-        yield _row(runner.graph, row, call, call.outputs.tensors(), runner.run_call)
+    for call in given:
+        graph = runner.graph_for(call)
+        made = _known(graph, call)
+        row = Row("given", call.label.removeprefix("given "), solve_sizes(graph.contract.plan, call.shapes()), "proven")
+        yield _row(graph, row, made, made.outputs.tensors(), runner.run_call)
 
 
 def _known(graph: OnnxGraph, call: Call) -> Call:
@@ -150,8 +151,7 @@ def _application_rows(runner: OnnxRunner) -> Iterator[Row]:
     run = runner.compared
     if run is None:
         return
-    graphs = [graph for one in (runner, *runner.parts.values()) for graph in one.graphs.values()]
-    is_lossy = any(graph.contract.quantised is not None for graph in graphs)
+    is_lossy = any(graph.contract.quantised is not None for graph in runner.all_graphs())
     status: Status = "measured" if is_lossy else "proven" if run.equal else "differs"
     yield Row(
         "application",
@@ -165,7 +165,7 @@ def _application_rows(runner: OnnxRunner) -> Iterator[Row]:
 
 
 def problems_of(traced: TracedProgram, unseen: bool) -> tuple[str, ...]:
-    """Returns what stands against a proof of a program as ONNX, a sentence each.
+    """Returns the reasons why nothing is proven of a program as ONNX, one sentence each.
 
     Args:
         traced: The program; it is translated into a temporary folder.
@@ -285,14 +285,14 @@ def _row(
     def compare(call: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
         if is_lossy:
             yield from lossy_differences(graph, call, expected, got, figures)
-            return
-        yield from output_differences(graph, call, expected, got)
+        else:
+            yield from output_differences(graph, call, expected, got)
         if isinstance(got, Returned):
             yield from value_differences(graph, call.outputs, got.tree)
 
     (outcome,) = compare_calls(lambda _: expected, got or runner.run_call, [call], compare)
     if isinstance(outcome.error, ExportkitError):
-        where = " ".join(str(outcome.error).split())[:240]
+        where = short_text(outcome.error)
         return replace(row, status="refused", where=where, locator=locator((), where))
     if outcome.error is not None:
         raise outcome.error

@@ -34,7 +34,7 @@ _FIGURES = ("top1", "kl", "error")
 
 @dataclass(frozen=True)
 class Lossy:
-    """What users give up exact results for.
+    """Options that trade exact results for size or speed.
 
     Attributes:
         weights: How weights are stored; None to leave them as they are.
@@ -97,7 +97,7 @@ def lossy_runner(runner: OnnxRunner, lossy: Lossy, verify: bool = True) -> OnnxR
         InvalidRequestError: if no graph has weights that can be quantised, or what the budget is about.
     """
     found = _lossy(runner, lossy, verify)
-    graphs = [*_all_graphs(found)]
+    graphs = [*found.all_graphs()]
     if lossy.weights and not any(graph.contract.quantised and graph.contract.quantised.layers for graph in graphs):
         left = dict.fromkeys(text for graph in graphs for text in left_of(read_quantisable(graph.path), ()))
         raise InvalidRequestError(
@@ -140,15 +140,8 @@ def _lossy(runner: OnnxRunner, lossy: Lossy, verify: bool) -> OnnxRunner:
     # A budget is about the outputs of the model, on which a part alone has no effect that could be measured.
     exact = replace(lossy.weights, weights="int8", embedding=False) if lossy.weights and lossy.budget else lossy.weights
     of_parts = replace(lossy, weights=exact, budget={}, given=()) if runner.graphs else lossy
-    return OnnxRunner(
-        {name: _lossy_graph(graph, lossy, verify) for name, graph in runner.graphs.items()},
-        {name: _lossy(part, of_parts, verify) for name, part in runner.parts.items()},
-        runner.edges,
-        split=runner.split,
-        attempts=runner.attempts,
-        exported=runner.exported,
-        compared=runner.compared,
-    )
+    graphs = {name: _lossy_graph(graph, lossy, verify) for name, graph in runner.graphs.items()}
+    return runner.copied(OnnxRunner, graphs, {n: _lossy(part, of_parts, verify) for n, part in runner.parts.items()})
 
 
 def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
@@ -203,8 +196,3 @@ def _may_be_logits(graph: OnnxGraph, path: str) -> bool:
     """Whether an output has a last axis of one size, and is not a cache."""
     axes = graph.contract.output_axes.get(path, ())
     return bool(axes) and isinstance(axes[-1], int) and axes[-1] > 1 and path not in graph.contract.structure.growing
-
-
-def _all_graphs(runner: OnnxRunner) -> list[OnnxGraph]:
-    parts = [graph for part in runner.parts.values() for graph in _all_graphs(part)]
-    return [*runner.graphs.values(), *parts]

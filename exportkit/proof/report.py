@@ -144,7 +144,7 @@ class Report:
         return found
 
     def problems(self) -> tuple[str, ...]:
-        """Returns what stands against a proof, a sentence each."""
+        """Returns the reasons why nothing is proven, one sentence each."""
         wrong = [row for row in self.rows if row.status in ("differs", "refused")]
         found = [f"{row.kind} call {row.label}: {row.status}, {row.where}" for row in wrong]
         recorded = [row for row in self.rows if row.kind == "recorded"]
@@ -174,7 +174,7 @@ class Report:
         row = self._to_locate()
         if row is not None:
             return row.locate(model)
-        return next((found for part in self.parts.values() if (found := part.locate()) is not None), None)
+        return next((found for part in self.parts.values() if (found := part.locate(model)) is not None), None)
 
     def _to_locate(self) -> Row | None:
         return next((row for row in self.rows if row.locator is not None), None)

@@ -19,6 +19,7 @@ from exportkit.folder.folder import MANIFEST, REPORT_JSON, read_manifest
 from exportkit.json_data import parse_json, read
 from exportkit.plan.leaves import listed
 from exportkit.plan.plan import Plan
+from exportkit.plan.tables import first_of
 from exportkit.plan.text import alike_leaves, seen_shapes
 from exportkit.programs.kinds import Split
 from exportkit.report.render import count, render, seconds, size
@@ -342,9 +343,8 @@ def variable_pictures(plan: Plan) -> list[VariablePicture]:
         known = [size or 0 for size in variable.seen][:_MOST_BARS]
         largest = max([*known, 1])
         bars = tuple((i * _BAR, max(_TALLEST * size / largest, 1)) for i, size in enumerate(known))
-        sizes = listed(variable.seen[:_MOST_BARS])
-        more = f", and {len(variable.seen) - _MOST_BARS} more" if len(variable.seen) > _MOST_BARS else ""
-        pictures.append(VariablePicture(variable.name, colours[variable.name], sizes + more, bars))
+        sizes = first_of([listed((size,)) for size in variable.seen], _MOST_BARS)
+        pictures.append(VariablePicture(variable.name, colours[variable.name], sizes, bars))
     return pictures
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from exportkit.module_traces.comparison import Comparison, TensorRow
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord
+from exportkit.plan.tables import first_of
 from exportkit.report.render import difference, render
 
 _MOST_CALLS, _MOST_TENSORS = 3000, 2000  # rows of a page, which stays usable in a browser
@@ -71,8 +72,7 @@ def _row(call: ModuleCall, depth: int) -> CallRow:
 
 
 def _tensors(records: Sequence[TensorRecord]) -> str:
-    first = ", ".join(f"{record.dtype} {'x'.join(map(str, record.shape)) or 'scalar'}" for record in records[:2])
-    return f"{first} and {len(records) - 2} more" if len(records) > 2 else first
+    return first_of([f"{record.dtype} {'x'.join(map(str, record.shape)) or 'scalar'}" for record in records], 2)
 
 
 def comparison_page(comparison: Comparison, title: str) -> str:

@@ -129,7 +129,7 @@ def only_read(value: Fingerprint, read: Mapping[str, Collection[str]]) -> Finger
 
 
 def _with_attributes(value: Fingerprint, read: Mapping[str, Collection[str]]) -> Fingerprint:
-    """An opened object without the other attributes; parts and leaves are numbered as the rest leads there."""
+    """An opened object without the other attributes; parts and leaves are renumbered in the order they are reached."""
     _, name, parts, items = value
     numbers: dict[int, int] = {}
     found: list[Any] = []
@@ -166,7 +166,7 @@ def has_tensors(value: Fingerprint) -> bool:
 
 
 def tensor_inside(value: Fingerprint, path: str = "") -> str | None:
-    """Returns the path of a tensor in an object that is not opened, where it can be no input of a graph.
+    """Returns the path of a tensor in an object that is not opened, so that it cannot be an input of a graph.
 
     Tensors that a function or a module is bound to are not meant.
 

@@ -2,7 +2,7 @@
 
 Values are compared by their fingerprints, and in no other way: ``True`` is not ``1``, ``0.0`` is not ``-0.0``, NaN is
 NaN. Containers and objects are described by what they hold; functions by their code and what it is bound to. A value
-that cannot be described, such as a lock, is equal to itself alone, and after a way through a file to nothing.
+that cannot be described, such as a lock, equals only itself, and nothing once it is read back from a file.
 Fingerprints consist of tuples, strings, integers and booleans, so they can be hashed, and written as JSON.
 """
 

@@ -75,7 +75,7 @@ def load_value(data: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
     """Returns the nested value whose JSON data `dump_tree` or `dump_constant` returned.
 
     Args:
-        data: The data, also after a way through JSON text.
+        data: The data, also after a JSON round trip.
         tensors: The tensors of the tree, in its order.
 
     Raises:

@@ -166,7 +166,7 @@ def lazy_tree(parts: Any, source: Tensors) -> Tree:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of a tensor; that of a nested tensor, which has none, is ()."""
+    """Returns the shape of a tensor, or () for a nested tensor, which has no shape."""
     return () if tensor.is_nested else tuple(tensor.shape)
 
 

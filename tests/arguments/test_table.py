@@ -4,6 +4,7 @@ import torch
 
 import exportkit
 from exportkit import Observation
+from exportkit.arguments.table import call_table
 
 
 class Linear(torch.nn.Module):
@@ -61,3 +62,28 @@ def test_an_export_from_shapes_alone_is_proven(tmp_path):
     exported = exportkit.export(model, loaded)
     assert sizes_of(exported.plan) == sizes_of(observer.plan())
     assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
+
+
+def test_an_input_that_only_a_call_beyond_the_budget_left_out_is_optional(tmp_path):
+    model, observer = Linear(), exportkit.InputObserver()
+    with observer(model, store_n_calls=3):
+        for length in (4, 5, 6):
+            model(torch.randn(2, length, 4), torch.ones(2, length))
+        without = torch.randn(2, 5, 4)
+        model(without)
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    torch.testing.assert_close(onnx_model(without), model(without))
+    assert onnx_model.verify().ok
+
+
+class Counting(torch.nn.Module):
+    def forward(self, x, step=0):
+        return x * 2
+
+
+def test_calls_that_differ_in_constants_alone_count_once():
+    model, observer = Counting(), exportkit.InputObserver()
+    with observer(model, store_n_calls=1):
+        for step in range(30):
+            model(torch.randn(2, 4 + step % 2), step)
+    assert len(call_table(observer.observation).leaves[0].shapes) == 2

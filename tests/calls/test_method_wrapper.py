@@ -1,10 +1,12 @@
 """While a model is observed it looks as it always does; afterwards nothing is left on it."""
 
+import concurrent.futures
 import copy
 import functools
 import gc
 import inspect
 import pickle
+import threading
 import types
 import weakref
 
@@ -349,3 +351,63 @@ def test_callable_that_is_no_function_is_observed():
         assert model(torch.ones(1)).item() == 2
 
     assert observer.num_obs() == 1
+
+
+class Unsigned(Add):
+    """Has a method whose signature cannot be read."""
+
+    def describe(self, x):
+        return x
+
+    describe.__signature__ = "none"
+
+
+@pytest.mark.parametrize("is_application", [True, False])
+def test_method_without_a_readable_signature_is_left_alone(is_application):
+    model, observer = Unsigned(), InputObserver()
+    with observer([model] if is_application else model):
+        _run(model, 2)
+
+    assert observer.num_obs() == 1
+    assert "forward" not in vars(model)
+
+
+class Unsettable(Add):
+    """Has a method that cannot be replaced."""
+
+    def describe(self, x):
+        return x
+
+    def __setattr__(self, name, value):
+        if name == "describe":
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def test_nothing_is_left_on_a_model_that_cannot_be_observed():
+    model, observer = Unsettable(), InputObserver()
+    before = dict(vars(model))
+    with pytest.raises(AttributeError, match="describe"), observer(model):
+        pass
+
+    assert vars(model) == before
+
+
+class Meeting(Add):
+    """Has a method that two threads run at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.barrier = threading.Barrier(2, timeout=60)
+
+    def meet(self, x):
+        self.barrier.wait()
+        return x
+
+
+def test_methods_that_several_threads_call_at_once_are_all_counted():
+    model, observer = Meeting(), InputObserver()
+    with observer(model), concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(model.meet, (1, 2)))
+
+    assert observer.observation.called_instead == {"meet": 2}

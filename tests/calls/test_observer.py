@@ -447,3 +447,45 @@ def test_module_that_torch_compile_returned_is_observed():
         model(torch.ones(2))
         model(torch.ones(3))
     assert [list(call.shapes().values()) for call in observer.observation.calls] == [[(2,)], [(3,)]]
+
+
+def test_constants_of_calls_that_are_not_stored_keep_their_types():
+    model, observer = Scale(), InputObserver()
+    with observer(model, store_n_calls=1):
+        for factor in (2, 3, 3.0, 1, True, 3):
+            model(torch.ones(2), factor)
+
+    seen = [(shapes.constants["factor"], shapes.count) for shapes in observer.observation.further]
+    assert list(map(repr, seen)) == ["(3, 2)", "(3.0, 1)", "(1, 1)", "(True, 1)"]
+
+
+class _Shadowing(torch.nn.Module):
+    def forward(self, x, /, **options):
+        return x * options.get("x", 1.0)
+
+
+def test_name_of_a_positional_parameter_may_be_given_among_other_names():
+    model, observer = _Shadowing(), InputObserver()
+    with observer(model, store_n_calls=1):
+        model(torch.ones(2), x=3.0)
+        model(torch.ones(3), x=4.0)
+
+    (call,), (further,) = observer.observation.calls, observer.observation.further
+    assert call.tensors().keys() == {"x"}
+    assert call.constants() == {"options.x": 3.0}
+    assert further.constants == {"options.x": 4.0}
+
+
+def test_inputs_of_any_name_can_be_removed_from_all_calls():
+    model, observer = _Shadowing(), InputObserver()
+    with observer(model, store_n_calls=1):
+        for n in (2, 3):
+            model(torch.ones(n), **{"a-b": torch.ones(4), "mask": torch.ones(5), "some-scale": n, "other": n})
+
+    (further,) = observer.observation.further
+    assert {**further.inputs} == {"x": (3,), "options['a-b']": (4,), "options.mask": (5,)}
+    given = observer.observation.constants_of(further)
+    assert given["options"].build() == {"some-scale": 3, "other": 3}
+    observer.remove_inputs(["a-b", "mask", "some-scale"])
+    (further,) = observer.observation.further
+    assert ({**further.inputs}, {**further.constants}) == ({"x": (3,)}, {"options.other": 3})

@@ -1,6 +1,7 @@
 """The observed run is sacred: whatever recording meets, the call returns or raises what it would have anyway."""
 
 import threading
+import types
 import warnings
 
 import pytest
@@ -249,7 +250,78 @@ def test_budget_holds_in_several_threads():
     assert observer.num_obs() == 7
 
 
+class Unspeakable(ValueError):
+    """An error of which no text can be made."""
+
+    def __str__(self):
+        raise KeyError("no text")
+
+
+class Raises(torch.nn.Module):
+    """Raises an error that it was given."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+class Unreadable(torch.Tensor):
+    """A tensor of which no copy can be made, for a reason that cannot be told."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.clone, torch.Tensor.detach):
+            raise Unspeakable
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_error_without_a_text_is_passed_on():
+    error = Unspeakable()
+    model, observer = Raises(error), InputObserver()
+    with pytest.raises(Unspeakable) as raised, observer(model):
+        model(torch.ones(2))
+
+    assert raised.value is error
+    (failure,) = observer.observation.failures
+    assert failure.error == "Unspeakable: (its message cannot be shown)"
+
+
 # When recording itself fails
+
+
+def test_problem_without_a_text_leaves_the_call_alone():
+    model, observer = Length(), InputObserver()
+    with pytest.warns(RuntimeWarning, match="Unspeakable"), observer(model):
+        assert model(torch.ones(2).as_subclass(Unreadable)) == 2
+
+
+class Encoding(torch.nn.Module):
+    """A method that feeds another one."""
+
+    def encode(self, x):
+        return len(x)
+
+    def forward(self, x):
+        return x * 2
+
+
+def test_problem_with_a_part_is_told_with_its_name():
+    model, observer = Encoding(), InputObserver()
+    told = pytest.warns(RuntimeWarning, match="First problem: encode: RuntimeError: no copies")
+    with told, observer(model, parts=["encode"]):
+        model.encode(_unclonable())
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_problem_with_an_application_is_told_although_the_block_raises(is_named):
+    stages = {"length": Length(), "scale": Encoding()}
+    application, observer = stages if is_named else types.SimpleNamespace(**stages), InputObserver()
+    told = pytest.warns(RuntimeWarning, match=r"length\.forward: RuntimeError: no copies")
+    with told, pytest.raises(ZeroDivisionError), observer(application):
+        _ = stages["length"](_unclonable()) // 0
 
 
 def test_problem_while_recording_leaves_the_call_alone_and_is_told_after_the_block():

@@ -120,3 +120,15 @@ def test_an_output_that_differs_by_less_than_rounding_of_its_largest_elements_is
     found = report.locate()
     assert (found.stage, found.tensor) == (GRAPH, "y")
     assert "No stage" not in str(found)
+
+
+def test_a_module_among_several_is_located_with_the_application(tmp_path):
+    model, observer = Scaled(), exportkit.InputObserver()
+    with observer({"net": model}):
+        for rows in (2, 3):
+            model(torch.randn(rows, 6))
+    exportkit.export({"net": model}, observer).save(tmp_path / "folder")
+    loaded = exportkit.load(tmp_path / "folder")
+    with_first_recorded_output(loaded.parts["net"], lambda y: y * 2)
+
+    assert loaded.verify().locate({"net": model}).stage == MODEL

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from exportkit.errors import DestinationError, InvalidRequestError
 from exportkit.examples.checkpoint import load_checkpoint
+from exportkit.examples.data import data_run
 from tests import models
 from tests.examples.test_checkpoint import save_tokenizer, saved
 
@@ -178,7 +179,37 @@ class TestTasksAndOutputs:
             load_checkpoint(llama, outputs=["dreams"])
 
 
+class Plain(torch.nn.Module):
+    """A model with one input, and no others."""
+
+    main_input_name = "x"
+
+    def can_generate(self):
+        return False
+
+    def forward(self, x, mask=None):
+        return x
+
+
+class Open(Plain):
+    """A model that takes inputs of any name."""
+
+    def forward(self, x, **others):
+        return x
+
+
 class TestErrors:
+    @pytest.mark.parametrize(("names", "got"), [(["x", "maks"], "maks"), (["y"], "y"), ([], "no tensors")])
+    def test_tensors_that_the_model_does_not_take(self, tmp_path, names, got):
+        save_file({name: torch.ones(2) for name in names}, tmp_path / "call.safetensors")
+        with pytest.raises(InvalidRequestError, match=rf"does not take(.|\n)*expected: x, mask\n  got: {got}"):
+            data_run(Plain(), tmp_path, [tmp_path / "call.safetensors"])
+
+    def test_tensors_of_any_name_for_a_model_that_takes_them(self, tmp_path):
+        save_file({"x": torch.ones(2), "other": torch.ones(3)}, tmp_path / "call.safetensors")
+        (call,) = data_run(Open(), tmp_path, [tmp_path / "call.safetensors"]).observe().observation.calls
+        assert call.tensors().keys() == {"x", "others.other"}
+
     def test_no_file(self, bert, tmp_path):
         with pytest.raises(DestinationError, match="data file does not exist"):
             load_checkpoint(bert, data=[tmp_path / "none.txt"])

@@ -67,6 +67,26 @@ def test_everything_is_put_back_after_an_exception():
     ]
 
 
+class Unspeakable(ValueError):
+    """An error of which no text can be made."""
+
+    def __str__(self):
+        raise KeyError("no text")
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise Unspeakable
+
+
+def test_an_error_without_a_text_is_passed_on():
+    model = Raises()
+    with pytest.raises(Unspeakable), trace_model(model) as trace:
+        model(torch.ones(2))
+
+    assert "Unspeakable" in trace.calls[0].error
+
+
 def test_a_model_is_pickled_and_copied_while_it_is_traced():
     model = Block()
     x = torch.ones(2, 4)

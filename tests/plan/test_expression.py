@@ -58,3 +58,7 @@ def test_evaluates_divisions_and_caps(expression, value):
 @pytest.mark.parametrize("expression", [Expression(), Expression.of(3), Expression((("n", 2), ("m", 1)), 1, 3, 2, 9)])
 def test_survives_json(expression):
     assert Expression.from_json(json.loads(json.dumps(expression.to_json()))) == expression
+
+
+def test_variables_that_get_one_name_are_added_up():
+    assert str(Expression((("past", 1), ("new", 2))).renamed({"new": "past"})) == "3*past"

@@ -1,15 +1,19 @@
 """Edits, explanations and the JSON form of a plan."""
 
+import enum
 import json
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, settings
 
 from exportkit.errors import ExportkitError, PlanError
 from exportkit.plan.infer import infer_plan
-from exportkit.plan.leaves import CallTable, Leaf
+from exportkit.plan.leaves import CallTable, Constant, Leaf, Variable
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import choose_sizes
+from exportkit.plan.sizes import choose_sizes, unseen_sizes
+from exportkit.trees import fingerprint
 from tests.mutations import mutated
 
 
@@ -31,6 +35,9 @@ def plan():
         (((1, 1, 99),),) * 3,
     )
     return infer_plan(table)
+
+
+NUMBERS = {"high": math.inf, "low": -math.inf, "none": math.nan, "half": 0.5}
 
 
 def sizes_of(plan):
@@ -64,8 +71,6 @@ def test_a_variable_with_one_size_can_be_static(plan):
 
 
 def test_a_static_part_of_a_sum_becomes_a_constant(plan):
-    from dataclasses import replace
-
     one = replace(
         plan, variables=tuple(replace(v, seen=(1, 1, 1)) if v.name == "sequence" else v for v in plan.variables)
     )
@@ -89,6 +94,35 @@ def test_split_and_tie_undo_each_other(plan):
     assert sizes_of(apart)["past.layers[0].keys"][0] == "batch_2"
     assert sizes_of(apart)["input_ids"][0] == "batch"
     assert sizes_of(apart.tie("batch", "batch_2")) == sizes_of(plan)
+
+
+def test_variables_that_are_tied_keep_what_both_allow(plan):
+    apart = plan.split("batch", "past").range("batch_2", 1, 4)
+    follower = Variable("more", "other", (1, 1, 1), "made up", follows="batch_2")
+    apart = apart.with_variable(follower, [("past.layers[1].keys", 1)])
+    tied = apart.tie("batch", "batch_2")
+    merged = tied.variable("batch")
+    assert (merged.minimum, merged.maximum, merged.required, merged.role) == (1, 4, True, "batch")
+    assert tied.variable("more").follows == "batch"
+    assert [variable.name for variable in tied.variables] == ["sequence", "past_sequence", "batch", "more"]
+    assert Plan.from_json(tied.to_json()) == tied
+
+
+def test_variables_that_no_call_showed_together_are_tied_with_the_sizes_of_both():
+    plan = infer_plan(CallTable((leaf("a", (2, 5), (2, 6), None, None), leaf("b", None, None, (2, 7), (2, 8)))))
+    tied = plan.tie("a_axis_1", "b_axis_1")
+    assert tied.variable("a_axis_1").seen == (5, 6, 7, 8)
+    with pytest.raises(PlanError, match="leaves out sizes that were recorded"):
+        plan.range("b_axis_1", 7, 9).tie("a_axis_1", "b_axis_1")
+
+
+def test_a_variable_that_followed_a_static_axis_is_free(plan):
+    follower = Variable("cached", "past", (None, 7, 8), "made up", follows="heads")
+    followed = plan.dynamic("past.layers[0].keys", 1, "heads")
+    followed = followed.with_variable(follower, [("past.layers[1].keys", 2)])
+    edited = followed.static("past.layers[0].keys", 1)
+    assert edited.variable("cached").follows is None
+    assert unseen_sizes(edited, choose_sizes(edited))
 
 
 def test_a_range_is_kept(plan):
@@ -116,6 +150,11 @@ def test_a_range_is_kept(plan):
         (lambda p: p.range("sequence", 9, 3), "Not a valid range"),
         (lambda p: p.rename("batch", "sequence"), "plan.tie('sequence', 'batch')"),
         (lambda p: p.rename("batch", "2 b"), "not a valid name for a variable"),
+        (lambda p: p.rename("batch", "class"), "not a valid name for a variable"),
+        (lambda p: p.rename("batch", "my__batch"), "not a valid name for a variable"),
+        (lambda p: p.dynamic("past", 1, "my heads"), "not a valid name for a variable"),
+        (lambda p: p.dynamic("past", 1, ""), "not a valid name for a variable"),
+        (lambda p: p.tie("sequence", "sequence"), "cannot be tied to itself"),
     ],
 )
 def test_edits_that_the_calls_contradict_are_refused_with_a_reason(plan, edit, message):
@@ -139,15 +178,26 @@ def test_explanations_are_sentences(plan):
     assert plan.range("past_sequence", 0, 99).explain("past", 2) == (
         "Axis 2 of past.layers[0].keys is the variable past_sequence. It was 0, 7, 8 in the calls. "
         "Evidence: length of the cache: 0, 7, 8. Shared with axis 2 of past.layers[1].keys. "
-        "Part of the size of axis 1 of attention_mask. Allowed are 0 to 99."
+        "Part of the size of axis 1 of attention_mask. Allowed sizes: 0 to 99."
     )
 
 
 def test_a_plan_survives_json(plan):
-    from dataclasses import replace
-
     edited = replace(plan.range("sequence", 1, 16), structure={"a": ("input_ids", [None, {"k": "attention_mask"}])})
     assert Plan.from_json(edited.to_json()) == edited
+
+
+class Kind(enum.Enum):
+    TEXT = 1
+
+
+def test_constants_and_keys_that_json_cannot_hold_are_kept_as_text(plan):
+    constants = tuple(Constant(name, name, value, fingerprint(value)) for name, value in NUMBERS.items())
+    structure = {"a": {Kind.TEXT: "input_ids", ("x", 1): "attention_mask", math.inf: None}}
+    read = Plan.from_json(replace(plan, constants=constants, structure=structure).to_json())
+    assert [constant.value for constant in read.constants] == ["inf", "-inf", "nan", 0.5]
+    assert [constant.fingerprint for constant in read.constants] == [constant.fingerprint for constant in constants]
+    assert [*read.structure["a"]] == ["<Kind.TEXT: 1>", "('x', 1)", "inf"]
 
 
 @pytest.mark.parametrize(

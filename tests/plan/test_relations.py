@@ -66,6 +66,23 @@ def test_multiples_offsets_and_quotients(sequences, expected):
     assert relations_of(columns(**sequences)) == {"patches": expected}
 
 
+@pytest.mark.parametrize("texts", [(1, 2, 3, 3), (1, 3, 2, 3)])
+def test_lengths_of_a_text_are_no_quotient_of_lengths_of_its_audio(texts):
+    assert relations_of(columns(audio=(2000, 5003, 7001, 10007), text=texts)) == {}
+
+
+@given(
+    st.lists(st.integers(1000, 20000), min_size=4, max_size=7, unique=True),
+    st.sampled_from([160, 320]),
+    st.integers(1, 159),
+)
+def test_quotients_with_a_shift_fit_every_call(values, divisor, shift):
+    frames = [(value + shift) // divisor for value in values]
+    assume(len(set(frames)) > 1)
+    table = columns(a=values, whole=frames)
+    check(table, "whole", 0, {})
+
+
 def test_a_window_stores_the_past_up_to_its_limit():
     table = CallTable(
         (

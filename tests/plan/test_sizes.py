@@ -43,6 +43,13 @@ def test_recorded_sizes_are_preferred():
     assert choose_sizes(decoder_plan())["sequence"] == 7
 
 
+def test_new_tokens_beyond_a_chunk_stay_within_their_range():
+    plan = decoder_plan()
+    assert choose_sizes(plan, chunk=64)["sequence"] == 66
+    assert choose_sizes(plan.range("sequence", 1, 100), chunk=64)["sequence"] == 66
+    assert choose_sizes(plan.range("sequence", 1, 8), chunk=64)["sequence"] <= 8
+
+
 def test_a_plan_without_variables_needs_no_sizes():
     plan = infer_plan(CallTable((leaf("x", (4, 6)),)))
     assert choose_sizes(plan) == {}

@@ -183,6 +183,16 @@ class TestSplit:
         for part in report.parts.values():
             assert sum(row.kind == "unseen" and row.status == "proven" for row in part.rows) >= 3
 
+    def test_further_calls_are_proven_with_the_program_that_they_reach(self, kernels):
+        model, _, programs, _ = kernels
+        data = exportkit.InputObserver()
+        with torch.no_grad(), data(model):
+            model(torch.randn(3, 6, 8))
+            model(torch.randn(4, 1, 8), torch.randn(4, 1, 8))
+        given = [row for row in programs.verify(unseen=False, data=data).rows if row.kind == "given"]
+        assert [row.status for row in given] == ["proven", "proven"]
+        assert [sorted(row.sizes.values()) for row in given] == [[3, 6], [4]]
+
     @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 1), (4, 9)])
     def test_programs_return_what_the_model_returns_at_sizes_nobody_has_run(self, kernels, batch, length):
         model, _, programs, _ = kernels

@@ -8,6 +8,8 @@ import torch
 import exportkit
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.quantised import Quantisation, Quantised
+from exportkit.proof.budget import Case, _figures
+from exportkit.proof.figures import over_budget
 from exportkit.proof.report import Report
 
 
@@ -121,3 +123,41 @@ def test_further_calls_give_what_they_give_also_where_recorded_calls_left_it_out
     onnx_model.graph.contract = replace(contract, plan=replace(contract.plan, leaves=leaves))
     row = onnx_model.verify(unseen=False, data=data).rows[-1]
     assert (row.kind, row.status) == ("given", "proven")
+
+
+class _Longer:
+    """A graph that returns one row too many."""
+
+    def run(self, feeds, stored):
+        return {"logits": torch.zeros(len(feeds["x"]) + 1, 32)}
+
+
+def test_an_output_of_a_different_shape_is_never_within_a_budget(exported, tmp_path):
+    graph = exported.to_onnx(tmp_path / "model.onnx", weights="int4").graph
+    case = Case("recorded", {"x": torch.zeros(2, 64)}, {"logits": torch.zeros(2, 32)}, {})
+    figures = _figures(graph, graph.contract.quantised, _Longer(), [case], {})["recorded"]
+    assert [*over_budget(figures, {}, "recorded calls")] == [
+        "an output at recorded calls has a different shape, or infinities"
+    ]
+
+
+class Counted(Uneven):
+    """Returns a text and a number beside the logits."""
+
+    def forward(self, x):
+        return {**super().forward(x), "name": "logits", "total": x.sum().item()}
+
+
+def test_python_values_of_a_quantised_graph_are_compared(tmp_path):
+    model, observer = Counted().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        for size in (40, 50):
+            model(torch.randn(size, 64))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", weights="int8")
+    assert onnx_model.verify().ok
+    graph = onnx_model.graph
+    first, *others = graph.observation.calls
+    outputs = first.outputs.map(lambda leaf: "scores" if leaf == "logits" else leaf)
+    graph.observation = replace(graph.observation, calls=(replace(first, outputs=outputs), *others))
+    row = onnx_model.verify().rows[0]
+    assert (row.status, row.where) == ("differs", "name: 'scores' became 'logits'")

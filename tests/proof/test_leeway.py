@@ -157,6 +157,29 @@ def test_padding_is_left_out_where_it_depends_on_padding(tmp_path):
     assert any("are arbitrary in the model" in row.where for row in report.rows)
 
 
+class WithTwoMasks(torch.nn.Module):
+    """Returns what nobody defined at the positions that either mask hides."""
+
+    factor = 1.0
+
+    def forward(self, x, attention_mask, token_mask):
+        first, second = attention_mask[..., None] == 0, token_mask[..., None] == 0
+        for hidden in (first & ~second, second & ~first, first & second):
+            x = torch.where(hidden, torch.where(hidden, x, 0.0).sum(1, keepdim=True) * self.factor, x)
+        return x
+
+
+def test_padding_of_two_masks_is_left_out(tmp_path):
+    model = WithTwoMasks()
+    calls = [(x, mask, mask.flip(1)) for x, mask in masked(ONES)]
+    onnx_model = exported(model, calls, tmp_path / "model.onnx")
+    model.factor = 3.0
+
+    report = onnx_model.verify()
+
+    assert report.ok, str(report)
+
+
 def test_hidden_positions_that_are_well_defined_are_compared(tmp_path):
     model = WithMask(lambda model, x, mask: torch.where(mask[..., None] == 0, model.factor, x))
     onnx_model = exported(model, masked(ONES), tmp_path / "model.onnx")

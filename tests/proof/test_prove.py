@@ -225,3 +225,26 @@ def test_recorded_indices_are_made_smaller_where_rows_are_fewer(tmp_path):
 def row_variable(report):
     """The variable that was 9 in the first call."""
     return next(name for name, size in report.rows[0].sizes.items() if size == 9)
+
+
+class KeepsByShape(torch.nn.Module):
+    """Keeps the first values of each shape; raises for some of the lengths that a proof tries."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def forward(self, x):
+        if x.shape[1] > 100:
+            raise ValueError("too long")
+        key = tuple(x.shape)
+        if key not in self.kept:
+            self.kept[key] = x.detach().clone()
+        return x + self.kept[key]
+
+
+def test_results_kept_by_shape_are_found_although_the_domain_leaves_out_the_first_unseen_sizes(tmp_path):
+    calls = [(torch.rand(2, length),) for length in (5, 6, 7)]
+    report = exported(KeepsByShape(), calls, tmp_path / "model.onnx").verify()
+    assert not report.ok
+    assert "the model keeps state" in "".join(report.problems())
