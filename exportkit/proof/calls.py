@@ -26,7 +26,7 @@ from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
-from exportkit.probing.other_values import scaled
+from exportkit.probing.other_values import scaled, with_wide_values
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call
 from exportkit.programs.call_check import SmallSizes
@@ -211,13 +211,15 @@ def _calls_in_a_row(traced: TracedProgram) -> Iterator[Call]:
     if call is None:
         return
     other = call.with_tensors({path: _other_values(tensor) for path, tensor in call.tensors().items()})
-    try:
-        (alone,) = _made_in_a_row(traced, (call, 0))
-        _, after = _made_in_a_row(traced, (other, 1), (call, 0))
-    except Exception:  # the model need not accept these values
+    for before in ((other, with_wide_values(other)), (other,)):
+        try:
+            (alone,) = _made_in_a_row(traced, (call, 0))
+            *_, after = _made_in_a_row(traced, *((one, 1) for one in before), (call, 0))
+        except Exception:  # the model need not accept these values
+            continue
+        if not outputs_close(alone.tensors(), after.tensors()):
+            yield replace(call, outputs=after)
         return
-    if not outputs_close(alone.tensors(), after.tensors()):
-        yield replace(call, outputs=after)
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:

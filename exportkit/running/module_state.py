@@ -110,9 +110,9 @@ class ModuleState:
                     is_kept = is_kept and value is before[key]
                 if key not in _OF_MODULES and not is_kept:
                     found[path_of((key,), path) if isinstance(table, dict) else path] = None
-        for cls, values in self._classes:
+        for cls, plain in self._classes:
             now = _plain_values(cls)
-            found |= {f"{cls.__name__}.{name}": None for name in now.keys() | values if _differ(now, values, name)}
+            found |= {f"{cls.__name__}.{name}": None for name in now.keys() | plain if _differ(now, plain, name)}
         for path, tensor, values, version in self._tensors:
             is_written = or_written and version_of(tensor) != version
             if is_written or (values is not None and not same_value(tensor, values)):
