@@ -244,8 +244,9 @@ def _dump_unseen(graph: OnnxGraph, place: Path) -> list[dict[str, Any]]:
         kept, error = call.is_made, call.error
         if kept:
             tensors = (*call.tensors().values(), *call.outputs.tensors().values())
-            room -= sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            kept, error = (True, error) if room >= 0 else (False, _TOO_LARGE)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            kept, error = (True, error) if size <= room else (False, _TOO_LARGE)
+            room -= size if kept else 0
         number = len(calls) if kept else None
         described.append({"label": call.label, "sizes": dict(call.sizes), "call": number, "error": error})
         if kept:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from exportkit.errors import RuntimeFailure
-from exportkit.onnx_files.matrices import all_nodes, remove_unused
+from exportkit.onnx_files.matrices import remove_unused
 from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Quantisation, WeightMatrix
 from exportkit.running.placement import require_onnxruntime
+from exportkit.running.protos import all_nodes
 
 if TYPE_CHECKING:
     import onnx

@@ -282,7 +282,7 @@ class OnnxRunner:
             providers: An execution provider of onnxruntime by its name, or several, the preferred one first, each a
                 name or a name with its options; by default those of the device, with the CPU for what they do not
                 compute. With ``device`` the CPU, they get and return tensors on the CPU.
-            session_options: An ``onnxruntime.SessionOptions``.
+            session_options: An ``onnxruntime.SessionOptions``; configuration entries may be added to it.
 
         Raises:
             InvalidRequestError: if the device does not exist.
