@@ -326,6 +326,20 @@ CASES = {
         lambda x: functional.cross_entropy(x[0], ints(1)[0], label_smoothing=0.1),
         SCORES,
     ),
+    "images of bytes that are resized": (
+        lambda x: (
+            functional.interpolate(x, (5, 9), mode="bilinear"),
+            functional.interpolate(x, (6, 10), mode="bicubic"),
+            functional.interpolate(x, scale_factor=(0.7, 1.3), mode="bilinear"),
+            functional.interpolate(x, (8, 10), mode="bilinear", antialias=True),
+        ),
+        (torch.arange(2 * 3 * 4 * 5) * 37 % 256).reshape(2, 3, 4, 5).to(torch.uint8),
+    ),
+    "powers of integers beyond 64": (
+        lambda x, y: (x**y, x**70),
+        ints(0, 1, -1, 2, 2, -6, -2, -1),
+        ints(64, 100, 65, 64, 70, 64, 100, 66),
+    ),
 }
 
 
