@@ -177,7 +177,7 @@ def _form(query: Any, key: Any, value: Any, mask: Any, *past: Any, is_causal: bo
     return results[:3] if past else results[0]
 
 
-ATTENTION_FORMS: dict[Any, Callable[..., Any]] = {
+ATTENTION_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.exportkit.attention.default: _form,
     torch.ops.exportkit.cached_attention.default: _form,
     aten.scaled_dot_product_attention.default: nn.aten_scaled_dot_product_attention,  # torch has another for opset 23

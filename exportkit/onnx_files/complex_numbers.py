@@ -1,6 +1,6 @@
 """Operators on complex numbers that torch.onnx does not translate, in terms of their real and imaginary parts.
 
-Fourier transforms come down to one operator, the transform of real numbers, which has a form of its own in ``forms``.
+Fourier transforms come down to one operator, the transform of real numbers, which ``translations`` writes.
 """
 
 from __future__ import annotations
@@ -120,10 +120,12 @@ def _quotient(one: Any, other: Any) -> Any:
     if d is None:
         return _joined(a / c, b / c)
     larger = torch.maximum(c.abs(), d.abs()) if isinstance(c, torch.Tensor) else max(abs(c), abs(d))
-    a, b, c, d = (None if part is None else part / larger for part in (a, b, c, d))  # squares of other numbers overflow
+    a, c, d = a / larger, c / larger, d / larger  # the squares of other numbers may overflow
     size = c * c + d * d
-    real, imaginary = (a * c, -a * d) if b is None else (a * c + b * d, b * c - a * d)
-    return _joined(real / size, imaginary / size)
+    if b is None:
+        return _joined(a * c / size, a * -d / size)
+    b = b / larger
+    return _joined((a * c + b * d) / size, (b * c - a * d) / size)
 
 
 def _exp(value: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ def constant(value: Any, dtype: onnx_ir.DataType) -> Any:
 
 
 def number(value: float, like: Any) -> Any:
-    """Returns a number with the dtype of an argument. The dtypes of values that a form makes on the way are unknown."""
+    """Returns a number with the dtype of an argument. Values that a translation itself makes have no known dtype."""
     return constant(value, like.dtype)
 
 

@@ -289,13 +289,13 @@ def _with_long_indices(operator: Callable[..., torch.Tensor]) -> Decomposition:
     """An operator that takes indices for several axes; torch.onnx passes on 32-bit ones, which onnxruntime refuses."""
 
     def indexed(values: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: Any) -> torch.Tensor:
-        return operator(values, [index.long() if _is_short(index) else index for index in indices], *rest)
+        return operator(values, [_long(index) for index in indices], *rest)
 
-    return Decomposition(indexed, lambda _, indices, *__: not any(map(_is_short, indices)))
+    return Decomposition(indexed, lambda _, indices, *__: all(_long(index) is index for index in indices))
 
 
-def _is_short(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype is torch.int32
+def _long(index: torch.Tensor | None) -> torch.Tensor | None:
+    return index.long() if index is not None and index.dtype is torch.int32 else index
 
 
 def _shifted(shift: Callable[..., torch.Tensor], is_other_name: bool = False) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Operators whose translation by torch.onnx computes other numbers than torch, in terms of operators where it does not.
 
-These are written with torch's own operators, before the translation. What needs operators of ONNX is in ``forms``.
+These are written with torch's own operators, before the translation. ``translations`` has what needs operators
+of ONNX.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operators whose values in onnxruntime are not always torch's: a finding for each that a program contains.
 
-The operators and values are those that ``make conformance`` finds, less those that have a form of their own.
+The operators and values are those that ``make conformance`` finds, less those that have a translation of their own.
 """
 
 from __future__ import annotations

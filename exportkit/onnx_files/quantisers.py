@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from exportkit.errors import RuntimeFailure
+from exportkit.onnx_files.contract import weights_beside
 from exportkit.onnx_files.matrices import remove_unused
 from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Quantisation, WeightMatrix
 from exportkit.running.placement import require_onnxruntime
@@ -209,7 +210,7 @@ def write(model: onnx.ModelProto, path: Path) -> None:
     """
     import onnx
 
-    data = path.with_name(path.name + ".data")
+    data = weights_beside(path)
     for file in (path, data):
         file.unlink(missing_ok=True)
     onnx.save(model, path, save_as_external_data=True, location=data.name)

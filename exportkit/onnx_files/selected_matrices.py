@@ -130,4 +130,4 @@ def _block_product(rows: Any, matrices: Any, width: int, transposed: bool) -> on
     return onnx_ir.Graph([block, number], [product], nodes=tape.nodes, name="block_product")
 
 
-SELECTED_FORMS = {torch.ops.exportkit.selected_products.default: _form}
+SELECTED_TRANSLATIONS = {torch.ops.exportkit.selected_products.default: _form}

@@ -77,7 +77,7 @@ def require_fused_operators() -> None:
             "The installed onnxruntime does not have the operators that graphs are fused to.",
             expected=f"Attention, RMSNormalization and RotaryEmbedding of opset {FUSED_OPSET} on the CPU",
             got=f"onnxruntime {runtime.__version__}",
-            hint="update onnxruntime, or export without a runtime: such a graph runs everywhere.",
+            hint="update onnxruntime, or export without a runtime: such a graph uses only standard ONNX operators.",
         ) from error
 
 

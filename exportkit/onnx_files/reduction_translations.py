@@ -317,7 +317,7 @@ def _instance_norm(
     return _group_norm(x, x.shape[1], weight, bias, options[1])
 
 
-REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
+REDUCTION_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([aten.amax.default, aten.max.default], partial(_reduced, reduce=op.ReduceMax)),
     **dict.fromkeys([aten.amin.default, aten.min.default], partial(_reduced, reduce=op.ReduceMin)),
     aten.max.dim: partial(_with_place, reduce=op.ReduceMax, place=op.ArgMax),

@@ -12,7 +12,7 @@ from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
 from exportkit.onnx_files.constants import constant, number
-from exportkit.onnx_files.size_forms import constant_in, exact_like
+from exportkit.onnx_files.size_translations import constant_in, exact_like
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
@@ -199,7 +199,7 @@ def _int_mm(x: Any, y: Any) -> Any:
     return op.MatMulInteger(x, y)
 
 
-INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
+INTEGER_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten._int_mm.default: _int_mm,
     aten.add.Tensor: _add,
     aten.addmm.default: _addmm,

@@ -167,7 +167,7 @@ def _whole(value: Any) -> Any:
     return op.Constant(value_int=value) if isinstance(value, int) else value
 
 
-SIZE_FORMS: dict[Any, Callable[..., Any]] = {
+SIZE_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     operator.add: _binary(op.Add),
     operator.sub: _binary(op.Sub),
     operator.mul: _binary(op.Mul),

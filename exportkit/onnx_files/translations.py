@@ -1,7 +1,7 @@
 """Operators in ONNX where the form that torch.onnx writes computes other numbers than torch, or where it has none.
 
-Each function writes one operator of torch with those of ONNX. Values are those of the graph, or numbers. The forms are
-tested one by one in ``tests/onnx_files/test_forms.py``, and all operators by ``make conformance``.
+Each function writes one operator of torch with those of ONNX. Values are those of the graph, or numbers. The
+translations are tested one by one in ``tests/onnx_files/test_forms.py``, and all operators by ``make conformance``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from onnxscript.function_libs.torch_lib.ops import core, special
 
 from exportkit._torch_compat.graph import FFT_R2C
 from exportkit.onnx_files.constants import constant, ints, number
-from exportkit.onnx_files.integer_forms import INTEGER_FORMS, as_operand, as_value
-from exportkit.onnx_files.reduction_forms import REDUCTION_FORMS
+from exportkit.onnx_files.integer_translations import INTEGER_TRANSLATIONS, as_operand, as_value
+from exportkit.onnx_files.reduction_translations import REDUCTION_TRANSLATIONS
 from exportkit.onnx_files.resizing import RESIZING
-from exportkit.onnx_files.selected_matrices import SELECTED_FORMS
-from exportkit.onnx_files.size_forms import SIZE_FORMS
+from exportkit.onnx_files.selected_matrices import SELECTED_TRANSLATIONS
+from exportkit.onnx_files.size_translations import SIZE_TRANSLATIONS
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
@@ -320,7 +320,7 @@ def _mish_backward(gradient: Any, x: Any) -> Any:
     return op.Mul(gradient, op.Add(bent, op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(number(1, x), op.Mul(bent, bent)))))
 
 
-FORMS: dict[Any, Callable[..., Any]] = {
+TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
     aten.fmod.Tensor: _fmod,
@@ -350,9 +350,9 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.mish_backward.default: _mish_backward,
     aten.repeat_interleave.Tensor: lambda repeats, **_: core.aten_repeat_interleave_Tensor(repeats),
     aten.repeat_interleave.self_int: _repeat_evenly,
-    **INTEGER_FORMS,
-    **REDUCTION_FORMS,
+    **INTEGER_TRANSLATIONS,
+    **REDUCTION_TRANSLATIONS,
     **RESIZING,
-    **SELECTED_FORMS,
-    **SIZE_FORMS,
+    **SELECTED_TRANSLATIONS,
+    **SIZE_TRANSLATIONS,
 }
