@@ -195,6 +195,11 @@ def as_operand(value: Any, like: Any) -> Any:
     return value if value.dtype == like.dtype else op.Cast(value, to=like.dtype)
 
 
+def _less_number(x: Any, value: Any, alpha: Any = 1) -> Any:
+    value = as_operand(value, x)
+    return op.Sub(x, value if alpha == 1 else op.Mul(value, as_operand(alpha, x)))
+
+
 def _int_mm(x: Any, y: Any) -> Any:
     return op.MatMulInteger(x, y)
 
@@ -218,6 +223,7 @@ INTEGER_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.masked_fill.Tensor: _masked_fill,
     aten.maximum.default: lambda x, y: _limited(x, y, op.Max, op.Greater, op.Or),
     aten.minimum.default: lambda x, y: _limited(x, y, op.Min, op.Less, op.And),
+    aten.mul.Scalar: lambda x, value: op.Mul(x, as_operand(value, x)),
     aten.neg.default: _neg,
     aten.pow.Scalar: _number_to_pow,
     aten.pow.Tensor_Scalar: _pow_to_number,
@@ -225,6 +231,7 @@ INTEGER_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.relu.default: lambda x: op.Relu(x) if x.dtype.is_floating_point() else _clamp(x, 0),
     aten.round.default: _of_floats(op.Round),
     aten.sign.default: _sign,
+    aten.sub.Scalar: _less_number,
     aten.trunc.default: _of_floats(core.aten_trunc),
     aten.where.self: _where,
 }

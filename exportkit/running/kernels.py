@@ -139,7 +139,7 @@ def without_cpu_branches(source: str | bytes) -> bytes | None:
     """Returns a model that computes attention with the operator that devices have kernels for; None if it does anyway.
 
     A graph that was fused may choose between GroupQueryAttention for prompts and Attention; see
-    `exportkit.onnx_files.fused`. In float32, only the CPU has a kernel of the first one.
+    `exportkit.onnx_files.fused`. In float32, only the CPU has a kernel for the first one.
 
     Args:
         source: Path of a file, or a serialised ModelProto. Weights in files of their own are not read.
