@@ -14,7 +14,7 @@ SMALL_INTEGERS = (torch.bool, torch.int8, torch.int16, torch.uint8)
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A function that computes an operator with other operators, unless torch.onnx translates the use right.
+    """A function that computes an operator with other operators, unless torch.onnx translates the use correctly.
 
     Attributes:
         function: Takes the arguments of the operator.
@@ -30,8 +30,8 @@ class Decomposition:
 
 
 def applies_to(function: Function, node: torch.fx.Node) -> bool:
-    """Returns whether a decomposition replaces the operator of a node."""
-    if not isinstance(function, Decomposition):
+    """Returns whether a decomposition may replace the operator of a node."""
+    if not isinstance(function, Decomposition) or not all("val" in other.meta for other in node.all_input_nodes):
         return True
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
     return not function.is_plain(*args, **kwargs)

@@ -405,7 +405,12 @@ def _without_share(product: Callable[..., torch.Tensor]) -> Decomposition:
 
 def _in_32_bits(operator: Callable[..., torch.Tensor], *dtypes: torch.dtype) -> Decomposition:
     """An operator on integers of these dtypes: onnxruntime has it for larger ones, and products overflow alike."""
-    return Decomposition(computed_in(torch.int32, operator), not_of(*dtypes))
+
+    def is_plain(values: torch.Tensor, *others: Any, **_: Any) -> bool:
+        given = {other.dtype for other in (values, *others) if isinstance(other, torch.Tensor)}
+        return len(given) > 1 or given.isdisjoint(dtypes)
+
+    return Decomposition(computed_in(torch.int32, operator), is_plain)
 
 
 def _place_in_32_bits(operator: Callable[..., torch.Tensor]) -> Decomposition:

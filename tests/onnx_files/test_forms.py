@@ -419,6 +419,7 @@ CASES = {
             x.to(torch.int16).clamp(-1, 3),
             x.to(torch.int16).minimum(x.to(torch.int16).flip(0)),
             x.to(torch.int16).maximum(x.to(torch.int16).flip(0)),
+            x.to(torch.int16).maximum(x.flip(0) * 2**40),
             functional.max_pool2d(x.int()[None, None], 2, 1),
         ),
         ints(7, -3, 2, 5, 0, -9).view(2, 3),
