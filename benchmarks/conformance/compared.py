@@ -18,8 +18,8 @@ from exportkit._torch_compat.loop_operators import recurrent_kernels
 from exportkit._torch_compat.onnx import quiet_onnx_export
 from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.findings import operator_findings
-from exportkit.onnx_files.translations import TRANSLATIONS
 from exportkit.onnx_files.translate import onnx_program
+from exportkit.onnx_files.translations import TRANSLATIONS
 
 EQUAL, DIFFERS, REFUSED, CRASHED = "equal", "differs", "refused", "crashed"
 NOT_TRANSLATED, NOT_TRACED = "not translated", "not traced"
