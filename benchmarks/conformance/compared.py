@@ -18,8 +18,8 @@ from exportkit._torch_compat.loop_operators import recurrent_kernels
 from exportkit._torch_compat.onnx import quiet_onnx_export
 from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.findings import operator_findings
-from exportkit.onnx_files.forms import FORMS
 from exportkit.onnx_files.translate import onnx_program
+from exportkit.onnx_files.translations import TRANSLATIONS
 
 EQUAL, DIFFERS, REFUSED, CRASHED = "equal", "differs", "refused", "crashed"
 NOT_TRANSLATED, NOT_TRACED = "not translated", "not traced"
@@ -319,7 +319,7 @@ EXPORTERS: dict[str, Callable[[torch.export.ExportedProgram], torch.onnx.ONNXPro
 
 def _has_forms(program: torch.export.ExportedProgram, translated: torch.onnx.ONNXProgram) -> bool:
     """Whether exportkit changes anything about what torch.onnx made of a program."""
-    changed = {*FORMS, *recurrent_kernels(), torch.ops.aten.max_pool1d.default}
+    changed = {*TRANSLATIONS, *recurrent_kernels(), torch.ops.aten.max_pool1d.default}
     nodes = [*program.graph.nodes, *translated.exported_program.graph.nodes]
     return any(node.target in changed for node in nodes) or translatable(program) is not program
 

@@ -40,6 +40,8 @@ BICUBIC_ANTIALIASED = torch.ops.aten._upsample_bicubic2d_aa.vec
 ITEM = torch.ops.aten._local_scalar_dense.default  # what item() calls
 IS_ALL_TRUE, IS_ANY_TRUE = torch.ops.aten._is_all_true.default, torch.ops.aten._is_any_true.default
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
+BATCH_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)  # what becomes it
 CONJUGATE = torch.ops.aten._conj_physical
 UNSAFE_VIEW, TO_COPY = torch.ops.aten._unsafe_view.default, torch.ops.aten._to_copy.default
 

@@ -17,7 +17,6 @@ from exportkit._torch_compat.graph import copied_module, program_of
 from exportkit._torch_compat.symbolic_shapes import input_axes, with_ranges
 from exportkit.onnx_files.decompositions import without_assertions
 from exportkit.programs.program import TracedProgram
-from exportkit.running.program import tensor_placeholders
 
 DESCRIPTION = "exportkit.json"  # the file inside of a .pt2 that says what the tensors are
 
@@ -44,13 +43,13 @@ def flat_program(traced: TracedProgram) -> torch.export.ExportedProgram:
     output.args = (tuple(returned),)
     module.recompile()
     example, shapes = [], traced.plan.shapes(traced.sizes)
-    for name, path in zip(tensor_placeholders(program), traced.input_paths, strict=True):
+    for name, path in traced.paths_by_node.items():
         value = nodes[name].meta["val"]
         example.append(torch.zeros(shapes[path], dtype=value.dtype, device=value.device))
     flat = program_of(program, module.graph, inputs, outputs, example)
     ranges: dict[Any, tuple[int, int | None]] = {}
     axes = input_axes(program)
-    for name, path in zip(tensor_placeholders(program), traced.input_paths, strict=True):
+    for name, path in traced.paths_by_node.items():
         for symbol, size in zip(axes[name], traced.plan.by_path[path].sizes, strict=True):
             if size.variable is not None and symbol in program.range_constraints:
                 ranges[symbol] = traced.domain.ranges[size.variable]

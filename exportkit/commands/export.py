@@ -134,7 +134,10 @@ def export(
     weights: Annotated[Weights | None, typer.Option(help="Store weights in fewer bits, for onnxruntime.")] = None,
     activations: Annotated[
         Activations | None,
-        typer.Option(help="With --weights int8, compute with integers: by ranges of each call, or fixed."),
+        typer.Option(
+            help="With --weights int8, quantise activations too: dynamic (ranges from each call) or static (fixed "
+            "ranges)."
+        ),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Compute in float16, except for parts that overflow.")] = None,
     accuracy: Annotated[
@@ -162,9 +165,7 @@ def export(
     ] = None,
     outputs: Annotated[
         str | None,
-        typer.Option(
-            help="What the model returns besides: hidden_states, attentions.", metavar="NAMES", show_default=False
-        ),
+        typer.Option(help="Additional outputs: hidden_states, attentions.", metavar="NAMES", show_default=False),
     ] = None,
     parts: Annotated[
         str | None,

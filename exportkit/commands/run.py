@@ -57,9 +57,9 @@ def run(
 ) -> None:
     """Run a script, export the models that it calls, prove them, and run it again on the graphs.
 
-    The script knows nothing of exportkit, and runs as it does without. Afterwards, its models are exported to DIR and
-    proven there. Then the script runs once more, with the same random seeds and with the graphs in place of its models;
-    what it prints is compared, and not shown again.
+    The script needs no changes. Afterwards, its models are exported to DIR and proven there. Then the script runs once
+    more, with the same random seeds and with the graphs in place of its models; what it prints is compared, and not
+    shown again.
 
     Exits with 0 if the models are proven and the script runs on them, with 1 if not, with 2 for invalid usage. If the
     script itself fails, nothing is exported, and the exit code is the script's.
@@ -144,4 +144,4 @@ def _compared(before: str, after: str) -> str:
         return "the same"
     pairs = enumerate(itertools.zip_longest(before.splitlines(), after.splitlines(), fillvalue="nothing"), 1)
     number, (first, second) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
-    return f"something else in line {number}: {first[:80]!r} became {second[:80]!r}"
+    return f"something else: line {number} differs: {first[:80]!r} became {second[:80]!r}"

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from exportkit.errors import DestinationError
 from exportkit.files import Stamp, digest_of, stamp_of
 from exportkit.json_data import Size
+from exportkit.onnx_files.contract import weights_beside
 
 # Files that clients and people read, and may change.
 _EDITABLE = {"config.json", "generation_config.json", "genai_config.json", "report.txt", "report.json"}
-WEIGHTS = ".data"  # end of the names of files that hold weights, which may be many gigabytes
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class CheckedFiles:
                 where=str(path),
                 expected=expected,
                 got=got,
-                hint="copy the folder again; deliberate changes have to be saved and proven anew.",
+                hint="copy the folder again; deliberate changes have to be saved and proven again.",
             )
         if content:
             self._stamps[path] = stamp
@@ -96,7 +96,7 @@ class CheckedFiles:
         Raises:
             DestinationError: if one of them is not the one that was saved.
         """
-        for path in (graph, graph.with_name(graph.name + WEIGHTS)):
+        for path in (graph, weights_beside(graph)):
             if path in self._stamps and (not path.exists() or stamp_of(path) != self._stamps[path]):
                 changed = self._change(path, self._files[path], content=True)
                 if changed is not None:

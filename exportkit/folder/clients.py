@@ -87,7 +87,7 @@ def genai_obstacle(traced: TracedProgram, inputs: Mapping[str, str], parts: Coll
 
 
 def genai_config(traced: TracedProgram, inputs: Mapping[str, str], filename: str) -> dict[str, Any]:
-    """Returns the configuration for a graph that `genai_obstacle` has nothing against.
+    """Returns the configuration for a graph for which `genai_obstacle` returns None.
 
     Args:
         traced: The program.
@@ -146,7 +146,7 @@ def _context(traced: TracedProgram) -> int | None:
 
 
 def _tokens(traced: TracedProgram) -> dict[str, int | list[int]]:
-    """Numbers of the tokens that begin, end and pad a text, as `generate` uses them."""
+    """The ids of the BOS, EOS and padding tokens, as `generate` uses them."""
     source = getattr(traced.model, "generation_config", None) or _text_config(traced)
     return {name: value for name in _TOKENS if (value := getattr(source, name, None)) is not None}
 
@@ -156,7 +156,7 @@ def for_runtime(exported: ExportedModel, runtime: Runtime | None) -> ExportedMod
 
     Args:
         exported: The export.
-        runtime: The runtime; None for none in particular.
+        runtime: The runtime, or None.
 
     Raises:
         InvalidRequestError: if the runtime cannot run the model, or is unknown.
@@ -204,7 +204,7 @@ def write_client_files(exported: ExportedModel, contract: Contract, folder: Path
     (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     if "eos_token_id" in config["model"]:
         return None
-    text = "the model names no token that ends a text; onnxruntime-genai ends it at the padding token."
+    text = "the model defines no end-of-sequence token; onnxruntime-genai stops at the padding token."
     return Finding("client", GENAI_CONFIG, text)
 
 
@@ -223,8 +223,8 @@ def write_configs(model: Any, folder: Path) -> None:
 def with_full_caches(traced: TracedProgram) -> tuple[TracedProgram, tuple[Attempt, ...]]:
     """Returns a model with sliding windows exported again with caches that hold every token, and what was tried.
 
-    The attention masks alone do the sliding then. What the model returns with such caches is compared with what it
-    returned, for the recorded calls and at lengths before and past each window.
+    The attention masks alone then implement the window. What the model returns with such caches is compared with what
+    it returned, for the recorded calls and at lengths before and past each window.
 
     Args:
         traced: A program whose caches hold a window each.

@@ -34,11 +34,11 @@ from exportkit.files import (
     versions,
     write_json_file,
 )
-from exportkit.folder.checked import WEIGHTS, CheckedFiles, SavedFile, damaged, inside
+from exportkit.folder.checked import CheckedFiles, SavedFile, damaged, inside
 from exportkit.folder.clients import for_runtime, write_client_files
 from exportkit.folder.manifest import GraphData, dump_graph, load_graph
 from exportkit.json_data import InvalidDataError, parse_json, read
-from exportkit.onnx_files.contract import Contract, Runtime, input_names
+from exportkit.onnx_files.contract import WEIGHTS, Contract, Runtime, input_names
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import ApplicationRun, OnnxRunner
 from exportkit.onnx_files.translate import write_domain

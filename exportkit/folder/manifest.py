@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +19,9 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, WrittenArgument
 from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
-from exportkit.json_data import InvalidDataError, Positive, Size
+from exportkit.json_data import InvalidDataError, Positive, Size, as_json_data
 from exportkit.onnx_files.contract import Contract, Runtime
-from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
+from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph, Tensors
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
@@ -37,6 +37,7 @@ _SHARED = (
     "opset", "method", "target", "joined_outputs", "member_rows", "stateful", "wraps", "half_dtypes", "written",
     "rules", "sizes", "seconds", "runtime", "quantised",
 )  # fmt: skip
+_BELOW = ("parts", "edges")  # other graphs, which the folder adds
 _TOO_LARGE = "its tensors are too large to keep"
 
 
@@ -124,41 +125,28 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str) -> dict[
     (place / _PLAN).write_text(contract.plan.to_json() + "\n", "utf-8")
     graph.observation.save(place / _CALLS, values=values)
     leaves, returned = contract.plan.by_path, contract.structure.tensors()
-    domain = contract.domain.to_json()
-    return {
-        "file": contract.path.name,
-        "opset": contract.opset,
-        "model": contract.model_name,
-        "method": contract.method,
-        "target": contract.target,
-        "home": home,
-        "inputs": [
-            {"name": name, "path": path, "dtype": leaves[path].dtype, "axes": [str(s) for s in leaves[path].sizes]}
+    data = GraphData(
+        file=contract.path.name,
+        model=contract.model_name,
+        home=home,
+        inputs=tuple(
+            _Input(name, path, leaves[path].dtype, tuple(map(str, leaves[path].sizes)))
             for name, path in contract.inputs.items()
-        ],
-        "outputs": [
-            {"name": n, "path": path, "dtype": _dtype(returned.get(path)), "axes": list(contract.output_axes[path])}
-            for n, path in contract.outputs.items()
-        ],
-        "structure": {"layout": dump_tree(contract.structure), "paths": list(returned)},
-        "fills": dict(contract.defaults.values),
-        "unproven": list(contract.defaults.unproven),
-        "rules": list(contract.rules),
-        "findings": [finding.text for finding in contract.plan.findings],
-        "unseen": _dump_unseen(graph, place / _UNSEEN) if values else [],
-        "measured": _dump_measured(graph.measured, place / _MEASURED) if values else {},
-        "joined_outputs": list(contract.joined_outputs),
-        "member_rows": dict(contract.member_rows),
-        "stateful": contract.stateful,
-        "wraps": contract.wraps,
-        "half_dtypes": list(contract.half_dtypes),
-        "written": {name: {**vars(item)} for name, item in contract.written.items()},
-        "sizes": dict(contract.sizes),
-        "seconds": dict(contract.seconds),
-        "domain": domain,
-        "runtime": contract.runtime,
-        "quantised": None if contract.quantised is None else asdict(contract.quantised),
-    }
+        ),
+        outputs=tuple(
+            _Output(name, path, _dtype(returned.get(path)), tuple(contract.output_axes[path]))
+            for name, path in contract.outputs.items()
+        ),
+        structure=_Structure(dump_tree(contract.structure), tuple(returned)),
+        fills=contract.defaults.values,
+        unproven=contract.defaults.unproven,
+        findings=tuple(finding.text for finding in contract.plan.findings),
+        unseen=_dump_unseen(graph, place / _UNSEEN) if values else (),
+        measured=_dump_measured(graph.measured, place / _MEASURED) if values else {},
+        domain=contract.domain.to_json(),
+        **{name: getattr(contract, name) for name in _SHARED},
+    )
+    return {name: value for name, value in as_json_data(data).items() if name not in _BELOW}
 
 
 def load_graph(folder: Path, graph: GraphData, files: CheckedFiles) -> OnnxGraph:
@@ -235,24 +223,25 @@ def _dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def _dump_unseen(graph: OnnxGraph, place: Path) -> list[dict[str, Any]]:
+def _dump_unseen(graph: OnnxGraph, place: Path) -> tuple[_Unseen, ...]:
     """Writes the calls at unseen sizes as an observation, and returns what belongs to each."""
-    described: list[dict[str, Any]] = []
+    described: list[_Unseen] = []
     calls: list[Call] = []
     room = _MOST_BYTES
     for call in graph.unseen or ():
         kept, error = call.is_made, call.error
         if kept:
             tensors = (*call.tensors().values(), *call.outputs.tensors().values())
-            room -= sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            kept, error = (True, error) if room >= 0 else (False, _TOO_LARGE)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            kept, error = (True, error) if size <= room else (False, _TOO_LARGE)
+            room -= size if kept else 0
         number = len(calls) if kept else None
-        described.append({"label": call.label, "sizes": dict(call.sizes), "call": number, "error": error})
+        described.append(_Unseen(call.label, call.sizes, number, error))
         if kept:
             trees = {name: flatten(value) for name, value in call.values().items()}  # with the counters of caches
             calls.append(replace(call, arguments=trees, named=frozenset(trees), index=number))
     replace(graph.observation, calls=tuple(calls), further=(), failures=()).save(place)
-    return described
+    return tuple(described)
 
 
 def _load_unseen(described: Sequence[_Unseen], place: Path, contract: Contract) -> tuple[Call, ...]:
@@ -270,16 +259,16 @@ def _load_unseen(described: Sequence[_Unseen], place: Path, contract: Contract) 
     )
 
 
-def _dump_measured(measured: Mapping[str, MeasuredCall], file: Path) -> dict[str, Any]:
+def _dump_measured(measured: Mapping[str, MeasuredCall], file: Path) -> dict[str, _Measured]:
     """Writes what a proof measured with the model, and returns where each tensor is, by call, field and path."""
     tensors: dict[str, torch.Tensor] = {}
-    described: dict[str, Any] = {}
-    for call, found in measured.items():
-        described[call] = {"ties": {}, "leeway": {}}
-        for name, by_path in (("ties", found.ties), ("leeway", found.leeway)):
-            for path, tensor in by_path.items():
-                key = described[call][name][path] = str(len(tensors))
-                tensors[key] = tensor.detach().cpu().contiguous()
+
+    def keys(by_path: Tensors) -> dict[str, str]:
+        named = {path: str(number) for number, path in enumerate(by_path, len(tensors))}
+        tensors.update({key: by_path[path].detach().cpu().contiguous() for path, key in named.items()})
+        return named
+
+    described = {call: _Measured(keys(found.ties), keys(found.leeway)) for call, found in measured.items()}
     if tensors:
         save_file(tensors, file)
     return described

@@ -28,7 +28,7 @@ from exportkit._torch_compat.graph import (
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.onnx_files.decompositions import erase_unused
-from exportkit.onnx_files.exact import any_visible, call_node
+from exportkit.onnx_files.exact import any_visible, call_node, copied_before
 
 aten = torch.ops.aten
 op: Any = opset23  # its annotations know values of one graph, not numbers
@@ -177,7 +177,7 @@ def _form(query: Any, key: Any, value: Any, mask: Any, *past: Any, is_causal: bo
     return results[:3] if past else results[0]
 
 
-ATTENTION_FORMS: dict[Any, Callable[..., Any]] = {
+ATTENTION_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.exportkit.attention.default: _form,
     torch.ops.exportkit.cached_attention.default: _form,
     aten.scaled_dot_product_attention.default: nn.aten_scaled_dot_product_attention,  # torch has another for opset 23
@@ -283,13 +283,11 @@ def _make_whole(node: torch.fx.Node, masks: dict[Any, Any]) -> None:
     query, mask, old = given["query"], given["attn_mask"], (given["key"], given["value"])
     is_written = node.target is aten.matmul.default
     if is_written and mask is not None:
-        old = *old, *node.args
         with graph.inserting_before(node):
             if given["filled"] is not None:
                 mask = call_node(graph, aten.where.Scalar, mask, given["filled"], 0.0)
             visible = any_visible(graph, mask)
-            inner = graph.create_node("call_function", node.target)
-        inner.meta = dict(node.meta)
+        inner = copied_before(node)
         # without a visible key, the softmax that the model computes itself is not a number
         node.target, node.args, node.kwargs = aten.where.ScalarOther, (visible, inner, math.nan), {}
         node = inner

@@ -1,6 +1,6 @@
 """Operators on complex numbers that torch.onnx does not translate, in terms of their real and imaginary parts.
 
-Fourier transforms come down to one operator, the transform of real numbers, which has a form of its own in ``forms``.
+Fourier transforms come down to one operator, the transform of real numbers, which ``translations`` writes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -120,8 +119,13 @@ def _quotient(one: Any, other: Any) -> Any:
     (a, b), (c, d) = _parts(one), _parts(other)
     if d is None:
         return _joined(a / c, b / c)
+    larger = torch.maximum(c.abs(), d.abs()) if isinstance(c, torch.Tensor) else max(abs(c), abs(d))
+    a, c, d = a / larger, c / larger, d / larger  # the squares of other numbers may overflow
     size = c * c + d * d
-    return _product(one, _joined(c / size, -d / size) if isinstance(size, torch.Tensor) else complex(c, -d) / size)
+    if b is None:
+        return _joined(a * c / size, a * -d / size)
+    b = b / larger
+    return _joined((a * c + b * d) / size, (b * c - a * d) / size)
 
 
 def _exp(value: torch.Tensor) -> Any:
@@ -132,15 +136,36 @@ def _exp(value: torch.Tensor) -> Any:
     return _joined(size * imaginary.cos(), size * imaginary.sin())
 
 
+def _sqrt(value: torch.Tensor) -> Any:
+    real, imaginary = _parts(value)
+    if imaginary is None:
+        return NotImplemented
+    root = ((value.abs() + real.abs()) / 2).sqrt()
+    other = torch.where(root == 0, imaginary.abs(), imaginary.abs() / (root * 2))
+    turned = torch.where(real < 0, other, root), torch.where(real < 0, root, other)
+    return _joined(turned[0], torch.where(imaginary.signbit(), -turned[1], turned[1]))
+
+
+def _angle(value: torch.Tensor) -> Any:
+    real, imaginary = _parts(value)
+    return NotImplemented if imaginary is None else torch.atan2(imaginary, real)
+
+
+def _isnan(value: torch.Tensor) -> Any:
+    real, imaginary = _parts(value)
+    return NotImplemented if imaginary is None else real.isnan() | imaginary.isnan()
+
+
 def _log(value: torch.Tensor) -> Any:
-    return _joined(value.abs().log(), value.angle()) if value.is_complex() else NotImplemented
+    return _joined(value.abs().log(), _angle(value)) if value.is_complex() else NotImplemented
 
 
 def _pow(value: torch.Tensor, exponent: Any) -> Any:
-    if not value.is_complex() or not isinstance(exponent, int) or exponent < 1:
+    is_whole = isinstance(exponent, int | float) and exponent >= 1 and exponent == exponent // 1
+    if not value.is_complex() or not is_whole:
         return NotImplemented
     result = value
-    for _ in range(exponent - 1):
+    for _ in range(int(exponent) - 1):
         result = _product(result, value)
     return result
 
@@ -272,6 +297,10 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor: _quotient,
     aten.exp.default: _exp,
     aten.log.default: _log,
+    aten.angle.default: _angle,
+    aten.isnan.default: _isnan,
+    aten.sqrt.default: _sqrt,
+    aten.gather.default: _apart(torch.gather),
     aten.pow.Tensor_Scalar: _pow,
     aten.where.self: _where,
     aten.where.ScalarOther: _where,
@@ -338,12 +367,7 @@ def with_complex_as_pairs(program: torch.export.ExportedProgram) -> torch.export
 
 
 def _moves_complex(node: torch.fx.Node) -> bool:
-    return node.target in _MOVES and any(map(_is_complex, node.all_input_nodes[:1]))
-
-
-def _is_complex(value: Any) -> bool:
-    tensor = value.meta.get("val") if isinstance(value, torch.fx.Node) else None
-    return isinstance(tensor, torch.Tensor) and tensor.is_complex()
+    return node.target in _MOVES and _has_complex(node.all_input_nodes[:1])
 
 
 def _move_pairs(node: torch.fx.Node) -> None:
@@ -358,13 +382,13 @@ def _move_pairs(node: torch.fx.Node) -> None:
         with node.graph.inserting_after(result):
             again = node.graph.call_function(aten.view_as_complex.default, (result,))
         again.meta = dict(result.meta)
-        result.replace_all_uses_with(again, delete_user_cb=partial(operator.is_not, again))
+        result.replace_all_uses_with(again, delete_user_cb=functools.partial(operator.is_not, again))
     for result in {node, *members}:
         result.meta["val"] = _pairs_of(result.meta["val"])
 
 
 def _for_pairs(name: str, value: Any, node: torch.fx.Node) -> Any:
-    if _is_complex(value):
+    if isinstance(value, torch.fx.Node) and _has_complex(value):
         pairs = node.graph.call_function(aten.view_as_real.default, (value,))
         pairs.meta = {**node.meta, "val": _pairs_of(value.meta["val"])}
         return pairs

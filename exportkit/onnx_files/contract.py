@@ -28,11 +28,17 @@ from exportkit.programs.program import TracedProgram
 from exportkit.trees import Tree, flatten, set_stored_length, stored_length
 
 Runtime = Literal["genai", "onnxruntime"]  # what graphs are made for; both run fused operators
+WEIGHTS = ".data"  # end of the names of files that hold weights, which may be many gigabytes
 _HALVES = {"self_attention_cache": "decoder", "cross_attention_cache": "encoder"}
 _STATES = {"keys": "key", "values": "value"}
 _CACHE = re.compile(
     r"^(?:(?P<root>.*?)\.)?(?:(?P<half>self_attention_cache|cross_attention_cache)\.)?layers\[(?P<layer>\d+)\]\.(?P<state>.+)$"
 )
+
+
+def weights_beside(path: Path) -> Path:
+    """Returns the file with the weights of an ONNX file."""
+    return path.with_name(path.name + WEIGHTS)
 
 
 @dataclass(frozen=True)

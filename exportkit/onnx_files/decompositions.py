@@ -15,6 +15,7 @@ import torch
 
 from exportkit._torch_compat.graph import (
     BATCH_NORM,
+    BATCH_NORMS,
     IS_ALL_TRUE,
     IS_ANY_TRUE,
     arguments_of,
@@ -34,20 +35,23 @@ from exportkit._torch_compat.graph import (
 from exportkit._torch_compat.random_numbers import DROPOUT, RANDOM_OPERATORS
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit.onnx_files.complex_numbers import complex_decompositions, with_complex_as_pairs
+from exportkit.onnx_files.decomposition import (
+    SMALL_INTEGERS,
+    Decomposition,
+    applies_to,
+    computed_in,
+    either,
+    not_of,
+)
 from exportkit.onnx_files.exact import (
     ADDITIONS,
     EXACT,
-    JOINS,
     is_half,
-    is_plain_clamp,
-    is_plain_cross_entropy,
-    is_plain_join,
-    is_plain_scatter,
     with_cut_sources,
     with_half_outputs,
     with_zeros_for_masked_rows,
 )
-from exportkit.onnx_files.ordering import ORDERING, POOLS, is_plain_pool
+from exportkit.onnx_files.ordering import ORDERING, POOLS
 from exportkit.onnx_files.refusals import with_checked_indices, with_refusals
 from exportkit.onnx_files.special_functions import SPECIAL_FUNCTIONS
 from exportkit.rewrites.sized_operators import conv2d_in_groups, slices_of
@@ -248,46 +252,28 @@ def _put_constant(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program without operators that torch.onnx has no translation for."""
     nodes = nodes_in(program.graph_module)
-    targets = {node.target for node in nodes if node.target in _DECOMPOSITIONS and not _is_known(node)}
-    targets |= _DECOMPOSITIONS.keys() & {not_in_place(node.target) for node in nodes}
+    targets = {
+        target
+        for node in nodes
+        for target in (node.target, not_in_place(node.target))
+        if target in _DECOMPOSITIONS and applies_to(_DECOMPOSITIONS[target], node)
+    }
     if any(node.target is aten.diagonal.default for node in nodes) and written_tensors(program.graph):
         targets.add(aten.diagonal_scatter.default)  # what a write to a diagonal becomes
     targets |= {DROPOUT[node.target] for node in nodes if node.target in DROPOUT and draws_numbers(node)}
-    if any(node.target is aten.batch_norm.default and arguments_of(node)["training"] for node in nodes):
-        targets.add(BATCH_NORM)  # what it becomes
-    table = {**complex_decompositions(program), **{target: _DECOMPOSITIONS[target] for target in targets}}
-    if any(map(is_half, nodes)):
-        table |= ADDITIONS
-    return program.run_decompositions(table) if table else program
-
-
-def _is_known(node: torch.fx.Node) -> bool:
-    """Whether torch.onnx translates this use: attention over heads, pools to a single output."""
-    first, *others = cast(tuple[Any, ...], node.args)
-    named = cast(dict[str, Any], node.kwargs)
-    if node.target is aten.clamp.default:
-        return is_plain_clamp(first, *others, **named)
-    if node.target is aten.cross_entropy_loss.default:
-        return is_plain_cross_entropy(first, *others)
-    if node.target in (aten.layer_norm.default, aten.cumsum.default):
-        return not is_half(node)
-    if node.target in JOINS:
-        return is_plain_join(first)
-    if node.target in (aten.avg_pool2d.default, aten.avg_pool3d.default):
-        return is_plain_pool(first, *others)
-    if node.target is aten.rsub.Scalar:
-        return not isinstance(others[0], torch.fx.Node) and node.meta["val"].dtype is first.meta["val"].dtype
-    if node.target is aten.roll.default:
-        return all(isinstance(shift, int) for shift in others[0])
-    if node.target is aten.scatter_reduce.two:
-        return is_plain_scatter(first, *others, **named)
-    if node.target is aten.conv2d.default:
-        return isinstance(arguments_of(node)["groups"], int)
-    if node.target is aten.scaled_dot_product_attention.default:
-        return bool(first.meta["val"].ndim >= _RANK)
-    if node.target is aten.t.default:
-        return bool(first.meta["val"].ndim == 2)
-    return node.target in POOLS and set(others[0]) == {1}
+    if any(node.target in BATCH_NORMS and arguments_of(node)["training"] for node in nodes):
+        targets.add(BATCH_NORM)  # what they become
+    tables = (
+        ADDITIONS if any(map(is_half, nodes)) else {},
+        complex_decompositions(program),
+        {target: _DECOMPOSITIONS[target] for target in targets},
+    )
+    forms: dict[Any, list[Callable[..., Any]]] = {}
+    for table in tables:
+        for target, function in table.items():
+            forms.setdefault(target, []).append(function)
+    found = {target: either(*functions) for target, functions in forms.items()}
+    return program.run_decompositions(found) if found else program
 
 
 def _cdist(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, _mode: int | None = None) -> torch.Tensor:
@@ -297,6 +283,19 @@ def _cdist(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, _mode: int | 
     if p == 0:
         return torch.where(distance.isnan(), distance, (distance != 0).to(one.dtype)).sum(-1)
     return distance.sum(-1) if p == 1 else distance.pow(p).sum(-1).pow(1 / p)
+
+
+def _with_long_indices(operator: Callable[..., torch.Tensor]) -> Decomposition:
+    """An operator that takes indices for several axes; torch.onnx passes on 32-bit ones, which onnxruntime refuses."""
+
+    def indexed(values: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: Any) -> torch.Tensor:
+        return operator(values, [_long(index) for index in indices], *rest)
+
+    return Decomposition(indexed, lambda _, indices, *__: all(_long(index) is index for index in indices))
+
+
+def _long(index: torch.Tensor | None) -> torch.Tensor | None:
+    return index.long() if index is not None and index.dtype is torch.int32 else index
 
 
 def _shifted(shift: Callable[..., torch.Tensor], is_other_name: bool = False) -> Callable[..., Any]:
@@ -325,10 +324,24 @@ def _diagonal_scatter(
     return torch.where(columns - rows[:, None] == offset, spread, matrices).movedim((-2, -1), (dim1, dim2))
 
 
-def _pow(values: torch.Tensor, exponents: torch.Tensor) -> Any:
-    """Powers of integers with floats as exponents, which torch.onnx would round to integers."""
+def _pow(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Powers of two dtypes: torch.onnx would round the exponents of integers to integers."""
     dtype = torch.result_type(values, exponents)
-    return NotImplemented if values.dtype is dtype else torch.pow(values.to(dtype), exponents)
+    return torch.pow(values.to(dtype), exponents if dtype.is_floating_point else exponents.to(dtype))
+
+
+def _is_plain_pow(values: torch.Tensor, exponents: torch.Tensor) -> bool:
+    dtype = torch.result_type(values, exponents)
+    return values.dtype is dtype and (dtype.is_floating_point or exponents.dtype is dtype)
+
+
+def _rsub(values: torch.Tensor, number: Any, alpha: Any = 1) -> Any:
+    return number + values.to(torch.result_type(values, number)) * -alpha
+
+
+def _is_plain_rsub(values: torch.Tensor, number: Any, *_: Any) -> bool:
+    """Whether a number follows from no size, and has the dtype of the values."""
+    return isinstance(number, int | float) and torch.result_type(values, number) is values.dtype
 
 
 def _roll(values: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
@@ -357,17 +370,61 @@ def _ifftshift(values: torch.Tensor, dim: Sequence[int] | None = None) -> torch.
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, *rest: Any, **more: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any = None,
+    *rest: Any,
+    scale: float | None = None,
+    **more: Any,
 ) -> Any:
-    """Attention without an axis for heads, as attention with one."""
-    if query.ndim >= _RANK:
-        return NotImplemented
-    added = _RANK - query.ndim
+    """Attention without an axis for heads, as attention with one; and with a scale that has no root."""
+    added = max(_RANK - query.ndim, 0)
     parts = [part[(None,) * added] for part in (query, key, value)]
     hidden = mask[(None,) * added] if mask is not None and mask.ndim == query.ndim else mask
+    if scale is not None and scale <= 0:
+        parts[0], scale = parts[0] * scale, 1.0
     attend: Any = torch.nn.functional.scaled_dot_product_attention
-    found = attend(*parts, hidden, *rest, **more)
+    found = attend(*parts, hidden, *rest, scale=scale, **more)
     return found[(0,) * added]
+
+
+def _is_plain_attention(query: torch.Tensor, *_: Any, scale: float | None = None, **__: Any) -> bool:
+    return query.ndim >= _RANK and (scale is None or scale > 0)
+
+
+def _without_share(product: Callable[..., torch.Tensor]) -> Decomposition:
+    """A product to which nothing of the first argument is added: torch.onnx adds its NaN and infinities."""
+
+    def shared(_: Any, one: torch.Tensor, other: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:  # noqa: ARG001
+        found = product(one, other)
+        return found if alpha == 1 else found * alpha
+
+    return Decomposition(shared, lambda *_, beta=1, **__: beta != 0)
+
+
+def _in_32_bits(operator: Callable[..., torch.Tensor], *dtypes: torch.dtype) -> Decomposition:
+    """An operator on integers of these dtypes: onnxruntime has it for larger ones, and products overflow alike."""
+
+    def is_plain(values: torch.Tensor, *others: Any, **_: Any) -> bool:
+        given = {other.dtype for other in (values, *others) if isinstance(other, torch.Tensor)}
+        return len(given) > 1 or given.isdisjoint(dtypes)
+
+    return Decomposition(computed_in(torch.int32, operator), is_plain)
+
+
+def _place_in_32_bits(operator: Callable[..., torch.Tensor]) -> Decomposition:
+    return Decomposition(lambda values, *options: operator(values.int(), *options), not_of(torch.int16))
+
+
+def _of_bytes(operator: Any) -> Decomposition:
+    """Whether any or all bytes are true, which torch returns as a byte."""
+
+    def byte(values: torch.Tensor, *options: Any) -> torch.Tensor:
+        found: torch.Tensor = operator(values.bool(), *options)
+        return found.to(torch.uint8)
+
+    return Decomposition(byte, not_of(torch.uint8))
 
 
 _RANK = 4  # batch, heads, tokens, size
@@ -378,32 +435,48 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.bitwise_left_shift.Tensor_Scalar: _shifted(torch.bitwise_left_shift),
     aten.bitwise_right_shift.Tensor: _shifted(torch.bitwise_right_shift),
     aten.bitwise_right_shift.Tensor_Scalar: _shifted(torch.bitwise_right_shift),
+    **{kind: _of_bytes(kind) for packet in (aten.any, aten.all) for kind in (packet.default, packet.dim, packet.dims)},
     aten.cdist.default: _cdist,
-    aten.conv2d.default: conv2d_in_groups,
+    aten.conv2d.default: Decomposition(
+        conv2d_in_groups, lambda *given, groups=1: isinstance(given[6] if len(given) > 6 else groups, int)
+    ),
     # other names, which torch.onnx does not know, or with which it does not convert operands to one dtype
     aten.__lshift__.Scalar: _shifted(torch.bitwise_left_shift, True),
     aten.__lshift__.Tensor: _shifted(torch.bitwise_left_shift, True),
     aten.__rshift__.Scalar: _shifted(torch.bitwise_right_shift, True),
     aten.__rshift__.Tensor: _shifted(torch.bitwise_right_shift, True),
+    aten.addmm.default: _without_share(torch.mm),
+    aten.addmv.default: _without_share(torch.mv),
+    aten.baddbmm.default: _without_share(torch.bmm),
+    aten.bmm.default: _in_32_bits(torch.bmm, *SMALL_INTEGERS),
+    aten.matmul.default: _in_32_bits(torch.matmul, *SMALL_INTEGERS),
+    aten.mm.default: _in_32_bits(torch.mm, *SMALL_INTEGERS),
+    aten.amax.default: _in_32_bits(torch.amax, torch.int16),
+    aten.amin.default: _in_32_bits(torch.amin, torch.int16),
+    aten.argmax.default: _place_in_32_bits(torch.argmax),
+    aten.argmin.default: _place_in_32_bits(torch.argmin),
+    aten.maximum.default: _in_32_bits(torch.maximum, torch.int16),
+    aten.minimum.default: _in_32_bits(torch.minimum, torch.int16),
     aten.diagonal_scatter.default: _diagonal_scatter,
     aten.divide.Tensor: torch.div,
     aten.greater.Tensor: torch.gt,
     aten.greater_equal.Tensor: torch.ge,
+    aten.index.Tensor: _with_long_indices(aten.index.Tensor),
+    aten.index_put.default: _with_long_indices(torch.index_put),
     aten.less.Tensor: torch.lt,
     aten.less_equal.Tensor: torch.le,
     aten.multiply.Tensor: torch.mul,
     aten.subtract.Tensor: torch.sub,
     # a copy of a vector, which torch.onnx would return as the input itself
-    aten.t.default: lambda x: x.transpose(0, 1) if x.ndim > 1 else x.clone(),
+    aten.t.default: Decomposition(lambda x: x.transpose(0, 1) if x.ndim > 1 else x.clone(), lambda x: x.ndim == 2),
     aten.true_divide.Tensor: torch.div,
-    aten.pow.Tensor_Tensor: _pow,
-    # the number follows from a size, or is one of floats beside integers
-    aten.rsub.Scalar: lambda x, number, alpha=1: number + x.to(torch.result_type(x, number)) * -alpha,
-    aten.roll.default: _roll,
+    aten.pow.Tensor_Tensor: Decomposition(_pow, _is_plain_pow),
+    aten.rsub.Scalar: Decomposition(_rsub, _is_plain_rsub),
+    aten.roll.default: Decomposition(_roll, lambda _, shifts, *__: all(isinstance(shift, int) for shift in shifts)),
     aten.split.Tensor: _split,
     aten.fft_fftshift.default: _fftshift,
     aten.fft_ifftshift.default: _ifftshift,
-    aten.scaled_dot_product_attention.default: _attention,
+    aten.scaled_dot_product_attention.default: Decomposition(_attention, _is_plain_attention),
     **EXACT,
     **ORDERING,
     **POOLS,

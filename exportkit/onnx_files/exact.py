@@ -1,6 +1,7 @@
 """Operators whose translation by torch.onnx computes other numbers than torch, in terms of operators where it does not.
 
-These are written with torch's own operators, before the translation. What needs operators of ONNX is in ``forms``.
+These are written with torch's own operators, before the translation. ``translations`` has what needs operators
+of ONNX.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from exportkit._torch_compat.graph import (
     BATCH_NORM,
+    BATCH_NORM_WITHOUT_STATISTICS,
     call_inlined,
     copied_module,
     graphs_in,
@@ -21,6 +23,7 @@ from exportkit._torch_compat.graph import (
     operator_name,
     with_graph_module,
 )
+from exportkit.onnx_files.decomposition import Decomposition, computed_in, not_of
 from exportkit.running.bounds import HALF
 
 aten = torch.ops.aten
@@ -40,12 +43,10 @@ def with_zeros_for_masked_rows(program: torch.export.ExportedProgram) -> torch.e
         mask = _mask_of(node)
         if mask is None:
             continue
+        attention = copied_before(node)
         with node.graph.inserting_before(node):
             if mask not in visible:
                 visible[mask] = any_visible(node.graph, mask)
-            attention = node.graph.create_node(node.op, node.target, node.args, node.kwargs)
-        attention.meta = dict(node.meta)
-        # the node itself becomes the choice, since the program knows its outputs by name
         node.target, node.args, node.kwargs = aten.where.ScalarOther, (visible[mask], attention, 0.0), {}
     return with_graph_module(program, module)
 
@@ -73,19 +74,32 @@ def call_node(graph: torch.fx.Graph, target: Any, value: torch.fx.Node, *options
     return node
 
 
+def copied_before(node: torch.fx.Node) -> torch.fx.Node:
+    """Returns a new node before a node, which computes the same.
+
+    The node itself can become something else then: a program knows its results by the names of their nodes.
+    """
+    with node.graph.inserting_before(node):
+        copy = node.graph.create_node(node.op, node.target, node.args, node.kwargs)
+    copy.meta = dict(node.meta)
+    return copy
+
+
 # Limits of which one is an integer and the other one is not, which torch.onnx does not bring to one dtype.
 
 
-def _clamp(values: torch.Tensor, low: Any = None, high: Any = None) -> Any:
-    if is_plain_clamp(values, low, high):
-        return NotImplemented
-    return values.clamp(*(None if limit is None else torch.sym_float(limit) for limit in (low, high)))
+def _clamp(values: torch.Tensor, min: Any = None, max: Any = None) -> Any:
+    if _has_limits_of_one_type(min, max):  # onnxruntime has no choice between 16-bit integers
+        return values.int().clamp(min, max).to(torch.result_type(values, max if min is None else min))
+    return values.clamp(*(None if limit is None else torch.sym_float(limit) for limit in (min, max)))
 
 
-def is_plain_clamp(_values: Any, *limits: Any, **named: Any) -> bool:
-    """Whether torch.onnx translates limits: they are of one type."""
-    given = [getattr(limit, "meta", {"val": limit})["val"] for limit in (*limits, *named.values())]
-    return len({isinstance(limit, float | torch.SymFloat) for limit in given if limit is not None}) < 2
+def _has_limits_of_one_type(*limits: Any) -> bool:
+    return len({isinstance(limit, float | torch.SymFloat) for limit in limits if limit is not None}) < 2
+
+
+def _is_plain_clamp(values: torch.Tensor, *limits: Any, **named: Any) -> bool:
+    return values.dtype is not torch.int16 and _has_limits_of_one_type(*limits, *named.values())
 
 
 # What is scattered, and losses: with label smoothing, with probabilities as targets, of nothing.
@@ -110,7 +124,9 @@ def _cross_entropy(
     kept = target != ignore_index
     index = torch.where(kept, target, 0)
     picked = scaled.gather(axis, index.unsqueeze(axis)).squeeze(axis)
-    losses = -torch.where(kept, picked * (1 - label_smoothing) + scaled.sum(axis) * (label_smoothing / classes), 0.0)
+    if label_smoothing:
+        picked = picked * (1 - label_smoothing) + scaled.sum(axis) * (label_smoothing / classes)
+    losses = -torch.where(kept, picked, 0.0)
     if reduction == 0:
         return losses
     return losses.sum() / torch.where(kept, scale[index], 0.0).sum() if reduction == 1 else losses.sum()
@@ -121,30 +137,40 @@ def _mse_loss(values: torch.Tensor, target: torch.Tensor, reduction: int = 1) ->
     return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
 
 
-def is_plain_cross_entropy(_scores: Any, target: Any, *options: Any) -> bool:
+def _is_plain_cross_entropy(
+    _scores: torch.Tensor,
+    target: torch.Tensor,
+    _weight: Any = None,
+    _reduction: int = 1,
+    ignore_index: Any = -100,
+    label_smoothing: float = 0.0,
+) -> bool:
     """Whether torch.onnx translates a loss: classes as targets, a known one to ignore, and no label smoothing."""
-    ignored, smoothing = ([*options, None, 1, 0, 0.0][place] if len(options) > place else 0 for place in (2, 3))
-    return not target.meta["val"].is_floating_point() and not smoothing and isinstance(ignored, int)
+    return not target.is_floating_point() and not label_smoothing and isinstance(ignore_index, int)
 
 
 def _scatter_reduce(
     values: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
     scatter = torch.scatter_reduce
-    if reduce in ("amax", "amin") and not include_self and values.is_floating_point():
-        values = values.scatter(dim, index, math.inf if reduce == "amin" else -math.inf)
-        return scatter(values, dim, index, source, reduce)
     if reduce != "mean":
-        return NotImplemented
+        if values.is_floating_point():
+            values = values.scatter(dim, index, math.inf if reduce == "amin" else -math.inf)
+            include_self = True
+        return scatter(values, dim, index, source, reduce, include_self=include_self)
     total = scatter(values, dim, index, source, "sum", include_self=include_self)
     ones, added = torch.ones_like(values), torch.ones_like(source)
     count = scatter(ones, dim, index, added, "sum", include_self=include_self)
     return total / count if values.is_floating_point() else torch.div(total, count, rounding_mode="floor")
 
 
-def is_plain_scatter(*arguments: Any, include_self: bool = True) -> bool:
+def _is_plain_scatter(*arguments: Any, include_self: bool = True) -> bool:
     """Whether torch.onnx translates a reduction of what is scattered."""
-    return arguments[4] != "mean" and (include_self or arguments[4] not in ("amax", "amin"))
+    values, *_, reduce = arguments
+    return reduce != "mean" and (include_self or reduce not in ("amax", "amin") or not values.is_floating_point())
+
+
+_SCATTER_REDUCE = Decomposition(_scatter_reduce, _is_plain_scatter)
 
 
 def _index_reduce(
@@ -152,10 +178,16 @@ def _index_reduce(
 ) -> Any:
     behind = values.ndim - 1 - dim % values.ndim if values.ndim else 0
     places = index.view(-1, *[1] * behind).expand(source.shape) if source.ndim else index.view(())
-    found = _scatter_reduce(values, dim, places, source, reduce, include_self=include_self)
-    if found is NotImplemented:
-        return torch.scatter_reduce(values, dim, places, source, reduce, include_self=include_self)
-    return found
+    given = values, dim, places, source, reduce
+    found = _SCATTER_REDUCE(*given, include_self=include_self)
+    return torch.scatter_reduce(*given, include_self=include_self) if found is NotImplemented else found
+
+
+def _scatter_with(values: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *, reduce: str) -> torch.Tensor:
+    """``scatter`` with ``reduce``; the source may be a number."""
+    if not isinstance(source, torch.Tensor):
+        source = torch.full(index.shape, source, dtype=values.dtype)
+    return torch.scatter_reduce(values, dim, index, source, {"add": "sum", "multiply": "prod"}[reduce])
 
 
 _SCATTERS = {"scatter", "scatter_add", "scatter_reduce"}
@@ -195,28 +227,18 @@ def _cut(given: Mapping[str, Any]) -> torch.Tensor:
 # reductions compute in float32; if the program returns one, the cast back is lost.
 
 
-def _added_in_float32(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def added(values: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if values.dtype not in HALF:
-            return NotImplemented
-        whole = [
-            other.float() if isinstance(other, torch.Tensor) and other.dtype in HALF else other for other in others
-        ]
-        return operator(values.float(), *whole, **named).to(values.dtype)
-
-    return added
+def _in_float32(operator: Callable[..., torch.Tensor]) -> Decomposition:
+    return Decomposition(computed_in(torch.float32, operator), not_of(*HALF))
 
 
-def _scaled(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+def _scaled(operator: Callable[..., torch.Tensor]) -> Decomposition:
     """A product with a Python number that torch does not round before, as it does in sums (seen on the CPU)."""
 
-    def scaled(values: Any, number: Any, **named: Any) -> Any:
+    def is_plain(values: Any, number: Any, **_: Any) -> bool:
         is_number = isinstance(values, torch.Tensor) and type(number) in (int, float)
-        if not is_number or values.dtype not in HALF or _has(values.dtype, number):
-            return NotImplemented
-        return operator(values.float(), number, **named).to(values.dtype)
+        return not is_number or values.dtype not in HALF or _has(values.dtype, number)
 
-    return scaled
+    return Decomposition(computed_in(torch.float32, operator), is_plain)
 
 
 def _has(dtype: torch.dtype, number: float) -> bool:
@@ -231,19 +253,17 @@ def _has(dtype: torch.dtype, number: float) -> bool:
 ADDITIONS: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor: _scaled(torch.div),
     aten.mul.Tensor: _scaled(torch.mul),
-    aten.index_add.default: _added_in_float32(torch.index_add),
-    aten.index_put.default: _added_in_float32(torch.index_put),
-    aten.scatter_add.default: _added_in_float32(torch.scatter_add),
+    aten.index_add.default: _in_float32(torch.index_add),
+    aten.index_put.default: _in_float32(torch.index_put),
+    aten.index_reduce.default: _in_float32(torch.index_reduce),
+    aten.scatter_add.default: _in_float32(torch.scatter_add),
+    aten.scatter_reduce.two: _in_float32(torch.scatter_reduce),
 }
 
 
-def _layer_norm(values: torch.Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, *options: Any) -> Any:
-    """A norm in half precision with weights in float32: it computes in float32, as torch's kernel does."""
-    given = [tensor for tensor in (weight, bias) if tensor is not None]
-    if all(tensor.dtype == values.dtype for tensor in given):
-        return NotImplemented
-    whole = [None if tensor is None else tensor.float() for tensor in (weight, bias)]
-    return aten.layer_norm.default(values.float(), shape, *whole, *options).to(values.dtype)
+def _has_weights_of_its_dtype(values: torch.Tensor, _shape: Any, *options: Any) -> bool:
+    """Whether a norm has weights in another dtype: it computes in float32 then, as torch's kernel does."""
+    return all(tensor.dtype is values.dtype for tensor in options if isinstance(tensor, torch.Tensor))
 
 
 def with_half_outputs(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -252,11 +272,9 @@ def with_half_outputs(program: torch.export.ExportedProgram) -> torch.export.Exp
         return program
     module = copied_module(program)
     for node in _half_outputs(module):
-        with node.graph.inserting_before(node):
-            inner = node.graph.create_node(node.op, node.target, node.args, node.kwargs)
-        inner.meta = dict(node.meta)
+        inner = copied_before(node)
         node.replace_all_uses_with(inner, delete_user_cb=lambda user: user.op != "output")
-        node.target, node.args, node.kwargs = aten.clone.default, (inner,), {}  # the program knows its outputs by name
+        node.target, node.args, node.kwargs = aten.clone.default, (inner,), {}
     return with_graph_module(program, module)
 
 
@@ -285,23 +303,15 @@ def _pad_sequence(
     return torch.stack(padded, 0 if batch_first else 1)
 
 
-def _joined(operator: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def joined(tensors: Sequence[torch.Tensor], *axis: int, **named: int) -> Any:
-        dtypes = [tensor.dtype for tensor in tensors]
-        if len({*dtypes}) == 1:
-            return NotImplemented
-        dtype = functools.reduce(torch.promote_types, dtypes)
+def _joined(operator: Callable[..., torch.Tensor]) -> Decomposition:
+    def joined(tensors: Sequence[torch.Tensor], *axis: int, **named: int) -> torch.Tensor:
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
         return operator([tensor.to(dtype) for tensor in tensors], *axis, **named)
 
-    return joined
+    return Decomposition(joined, lambda tensors, *_, **__: len({tensor.dtype for tensor in tensors}) == 1)
 
 
-def is_plain_join(tensors: Sequence[torch.fx.Node], *_: Any) -> bool:
-    """Whether tensors that are joined have one dtype."""
-    return len({tensor.meta["val"].dtype for tensor in tensors}) == 1
-
-
-JOINS: dict[Any, Callable[..., Any]] = {
+_JOINS: dict[Any, Callable[..., Any]] = {
     aten.cat.default: _joined(torch.cat),
     aten.column_stack.default: _joined(torch.column_stack),
     aten.concat.default: _joined(torch.cat),
@@ -321,13 +331,13 @@ def _batch_norm(  # noqa: PLR0917 (torch's positions)
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
 ) -> Any:
-    """The result, the mean and the scale of the batch, and the new running statistics."""
+    """The result, the mean and the scale of the batch, and the new running statistics if there are some."""
     if not training:
         return NotImplemented
     dtype, x = x.dtype, x.float() if x.dtype in HALF else x
@@ -341,18 +351,34 @@ def _batch_norm(  # noqa: PLR0917 (torch's positions)
     result = result if weight is None else result * weight.view(shape)
     result = result if bias is None else result + bias.view(shape)
     pairs = ((running_mean, mean), (running_var, total / (count - 1)))
-    running = [old * (1 - momentum) + new * momentum for old, new in pairs]
+    running = [old * (1 - momentum) + new * momentum for old, new in pairs if old is not None]
     return result.to(dtype), mean, scale, *running
 
 
+def _native_batch_norm(*arguments: Any) -> Any:
+    """The result, the mean and the scale of the batch: nothing in a program writes the running statistics."""
+    found = _batch_norm(*arguments)
+    return found if found is NotImplemented else found[:3]
+
+
+def _batch_norm_without_statistics(x: torch.Tensor, weight: Any, bias: Any, *options: Any) -> Any:
+    return _native_batch_norm(x, weight, bias, None, None, *options)
+
+
 EXACT: dict[Any, Callable[..., Any]] = {
-    **JOINS,
+    **_JOINS,
     BATCH_NORM: _batch_norm,
-    aten.clamp.default: _clamp,
-    aten.cross_entropy_loss.default: _cross_entropy,
+    BATCH_NORM_WITHOUT_STATISTICS: _batch_norm_without_statistics,
+    aten.native_batch_norm.default: _native_batch_norm,
+    aten.clamp.default: Decomposition(_clamp, _is_plain_clamp),
+    aten.cross_entropy_loss.default: Decomposition(_cross_entropy, _is_plain_cross_entropy),
     aten.mse_loss.default: _mse_loss,
     aten.index_reduce.default: _index_reduce,
     aten.pad_sequence.default: _pad_sequence,
-    aten.scatter_reduce.two: _scatter_reduce,
-    aten.layer_norm.default: _layer_norm,
+    aten.scatter.reduce: _scatter_with,
+    aten.scatter.value_reduce: _scatter_with,
+    aten.scatter_reduce.two: _SCATTER_REDUCE,
+    aten.layer_norm.default: Decomposition(
+        computed_in(torch.float32, aten.layer_norm.default), _has_weights_of_its_dtype
+    ),
 }

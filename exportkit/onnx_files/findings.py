@@ -1,6 +1,6 @@
 """Operators whose values in onnxruntime are not always torch's: a finding for each that a program contains.
 
-The operators and values are those that ``make conformance`` finds, less those that have a form of their own.
+The operators and values are those that ``make conformance`` finds, less those that have a translation of their own.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ def _argument(name: str, node: torch.fx.Node) -> Any:
     return arguments_of(node).get(name)
 
 
-def _is_training(node: torch.fx.Node) -> bool:
-    training = next((value for name in ("training", "train") if (value := _argument(name, node)) is not None), None)
-    return training is not False
-
-
 def _returns_integers(node: torch.fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) is torch.int64
 
@@ -73,12 +68,6 @@ _VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
         None,
     ),
     (
-        "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
-        "_batch_norm_with_update _batch_norm_with_update_functional",
-        "in training mode, the statistics of the batch and what is normalised with them differ",
-        _is_training,
-    ),
-    (
         "group_norm native_group_norm",
         "with infinite inputs, some results are infinite instead of NaN",
         None,
@@ -95,34 +84,38 @@ _VALUES: tuple[tuple[str, str, _Condition | None], ...] = (
     ),
     (
         "avg_pool2d avg_pool3d",
-        "with a divisor and rounding up of the size, values differ",
+        "with divisor_override and ceil_mode, values differ",
         lambda node: bool(_argument("divisor_override", node)),
     ),
-    ("grid_sampler grid_sampler_2d grid_sampler_3d", "NaN and infinities in the grid pick other pixels", None),
+    (
+        "grid_sampler grid_sampler_2d grid_sampler_3d",
+        "NaN and infinities in the grid pick different pixels",
+        None,
+    ),
     ("linalg_vector_norm", "powers of small and large values are lost", _has_rare_order),
     ("scatter_reduce index_reduce", "NaN may be ignored where the largest or smallest is kept", None),
     ("lerp", "with infinite inputs, some results are infinite instead of NaN", None),
-    ("multi_margin_loss multilabel_margin_loss", "NaN and infinities count where torch leaves them out", None),
+    ("multi_margin_loss multilabel_margin_loss", "NaN and infinities are included where torch leaves them out", None),
     ("stft istft _fft_r2c _fft_c2r _fft_c2c", "NaN and infinities spread to all results", None),
     ("elu celu selu", "results of inputs between -1e-3 and 0 have an absolute error of up to 6e-8", None),
-    ("unique_dim unique _unique2 unique_consecutive", "rows with NaN are taken for equal", None),
-    ("logspace", "a single step from a tensor has no axis", None),
+    ("unique_dim unique _unique2 unique_consecutive", "rows that contain NaN are treated as equal", None),
+    ("logspace", "with a tensor as a limit and a single step, the result has no axis", None),
     (
         "bucketize searchsorted",
-        "limits that are not sorted give other places; with neither limits nor values, the shape differs",
+        "places among limits that are not sorted differ; with neither limits nor values, the shape differs",
         None,
     ),
     (
-        "cholesky_solve linalg_slogdet linalg_solve_triangular logdet",
+        "cholesky_solve linalg_solve_triangular",
         "for a matrix that is singular or not positive definite, there are infinities or NaN",
         None,
     ),
     (
         "pow",
-        "exponents of integers count up to 63",
+        "powers of odd integers differ where exponents are above 63",
         lambda node: _returns_integers(node) and isinstance(_argument("exponent", node), torch.fx.Node),
     ),
-    ("_unsafe_masked_index", "indices that are out of range pick other elements", None),
+    ("_unsafe_masked_index", "an index that is out of range picks a different element", None),
     (
         "prod cumprod addbmm einsum trace",
         "64-bit integers beyond 2^53 are rounded",

@@ -14,7 +14,7 @@ from exportkit.calls.call import Call, tensors_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.files import Stamp, stamp_of
-from exportkit.onnx_files.contract import Contract
+from exportkit.onnx_files.contract import Contract, weights_beside
 from exportkit.plan.conditions import evaluate
 from exportkit.plan.sizes import solve_sizes
 from exportkit.probing.cached_tokens import check_counted, hidden_past, zeros_of_unfilled
@@ -26,7 +26,6 @@ from exportkit.running.compare import Tensors
 from exportkit.running.eager import EagerRunner
 from exportkit.running.kernels import without_weights
 from exportkit.running.placement import Placement
-from exportkit.running.program import tensor_placeholders
 from exportkit.running.random_numbers import SEED, with_fixed_numbers
 from exportkit.running.session import GraphSession, Session, SessionRunner
 from exportkit.trees import check_opened, first_name, flatten, join, set_stored_length, stored_length
@@ -145,7 +144,7 @@ class OnnxGraph:
         return sum(file.stat().st_size for file in self._files())
 
     def _files(self) -> list[Path]:
-        return [file for file in (self.path, self.path.with_name(self.path.name + ".data")) if file.exists()]
+        return [file for file in (self.path, weights_beside(self.path)) if file.exists()]
 
     def _stamps(self) -> tuple[Stamp, ...]:
         return tuple(map(stamp_of, self._files()))
@@ -197,7 +196,7 @@ class OnnxGraph:
         return self._fixed
 
     def opened_by(self, session_class: type[GraphSession], **settings: Any) -> OnnxGraph:
-        """Returns the graph in another runtime; what is found out about it there stays there.
+        """Returns the graph in another runtime. Measurements made in that runtime do not affect this object.
 
         Args:
             session_class: Opens the file in the runtime.
@@ -344,8 +343,7 @@ class OnnxGraph:
         if self.traced is None:
             return {}
         complete = self._complete(given)
-        names = zip(tensor_placeholders(self.traced.program), self.traced.input_paths, strict=True)
-        return {name: complete[path] for name, path in names}
+        return {name: complete[path] for name, path in self.traced.paths_by_node.items()}
 
     def _complete(self, given: Given) -> Tensors:
         """The tensors of a call with defaults for missing inputs, by path."""

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from exportkit.errors import InvalidRequestError
+from exportkit.onnx_files.contract import weights_beside
 from exportkit.onnx_files.quantisers import quiet_logging
 from exportkit.running.kernels import FLOATS, add_outputs
+from exportkit.running.protos import copied, set_nodes
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -39,13 +41,12 @@ def overflowing_nodes(model: onnx.ModelProto, calls: Iterable[Mapping[str, torch
     """
     import onnx
 
-    whole = type(model)()
-    whole.CopyFrom(model)
+    whole = copied(model)
     add_outputs(whole)
     too_large = {tensor.name for tensor in whole.graph.initializer if _overflows(onnx.numpy_helper.to_array(tensor))}
     with tempfile.TemporaryDirectory(prefix="exportkit-half-") as folder:
         path = Path(folder) / "model.onnx"
-        onnx.save(whole, path, save_as_external_data=True, location="model.onnx.data")
+        onnx.save(whole, path, save_as_external_data=True, location=weights_beside(path).name)
         session = Session(path, optimised=False)
         for feeds in calls:
             values = {**feeds, **session.run(feeds)}
@@ -130,8 +131,7 @@ def _drop_repeated_casts(graph: onnx.GraphProto) -> None:
     """Keeps one of several casts with the same output: the converter adds a cast for each input that needs it."""
     nodes = {tuple(node.output): node for node in graph.node}
     if len(nodes) < len(graph.node):
-        del graph.node[:]
-        graph.node.extend(nodes.values())
+        set_nodes(graph, nodes.values())
 
 
 def _pass_on(graph: onnx.GraphProto, kept: Collection[str]) -> None:

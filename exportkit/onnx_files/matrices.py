@@ -5,9 +5,12 @@ torch.onnx leaves large matrices behind a Transpose, and linear layers of two-di
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from exportkit.running.protos import all_nodes, set_nodes
 
 if TYPE_CHECKING:
     import onnx
@@ -29,10 +32,10 @@ def read_quantisable(path: Path) -> onnx.ModelProto:
     model = onnx.load(path)
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    takers: dict[str, set[str]] = {}
+    takers = defaultdict[str, list[onnx.NodeProto]](list)
     for node in all_nodes(graph):
         for name in node.input:
-            takers.setdefault(name, set()).add(node.op_type)
+            takers[name].append(node)
     turned: dict[str, str] = {}
 
     def transposed(name: str, new: str) -> str:
@@ -48,12 +51,10 @@ def read_quantisable(path: Path) -> onnx.ModelProto:
         attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
         if node.op_type == "Transpose" and _is_matrix(weights.get(node.input[0])):
             (made,) = node.output
-            if takers.get(made) == {"MatMul"} and attributes.get("perm", [1, 0]) == [1, 0]:
+            if {taker.op_type for taker in takers[made]} == {"MatMul"} and attributes.get("perm", [1, 0]) == [1, 0]:
                 transposed(node.input[0], made)
-                for other in graph.node:
-                    for place, name in enumerate(other.input):
-                        if name == made:
-                            other.input[place] = turned[node.input[0]]
+                for taker in takers[made]:
+                    taker.input[:] = [turned[node.input[0]] if name == made else name for name in taker.input]
                 continue
         plain = attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0 and not attributes.get("transA")
         if node.op_type == "Gemm" and plain and _is_matrix(weights.get(node.input[1])):
@@ -69,7 +70,7 @@ def read_quantisable(path: Path) -> onnx.ModelProto:
                 nodes.append(new)
             continue
         nodes.append(node)
-    _set_nodes(graph, nodes)
+    set_nodes(graph, nodes)
     remove_unused(graph)
     return model
 
@@ -99,15 +100,6 @@ def heads_of(model: onnx.ModelProto, outputs: Collection[str]) -> dict[str, str]
     return found
 
 
-def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Yields the nodes of a graph and of the graphs inside them."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") or attribute.graphs else ():
-                yield from all_nodes(inner)
-
-
 def remove_unused(graph: onnx.GraphProto) -> None:
     """Removes the weights that no node takes."""
     used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
@@ -118,8 +110,3 @@ def remove_unused(graph: onnx.GraphProto) -> None:
 
 def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
     return tensor is not None and len(tensor.dims) == 2
-
-
-def _set_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> None:
-    del graph.node[:]
-    graph.node.extend(nodes)

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from exportkit.onnx_files.decomposition import SMALL_INTEGERS, Decomposition, computed_in, not_of
+from exportkit.running.bounds import HALF
+
 aten = torch.ops.aten
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -17,13 +20,27 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _sort(values: torch.Tensor, dim: int = -1, descending: bool = False, **_options: Any) -> Pair:
+    if values.dtype in SMALL_INTEGERS:  # onnxruntime sorts 32 bits and more
+        ordered, index = torch.sort(values.to(torch.int32), dim, descending)
+        return ordered.to(values.dtype), index
     return torch.sort(values, dim, descending)  # always stable in ONNX
+
+
+def _argsort(*arguments: Any, **options: Any) -> torch.Tensor:
+    return _sort(*arguments, **options)[1]
+
+
+def _topk(values: torch.Tensor, k: int, *options: Any) -> Pair:
+    if not values.ndim:
+        return values.clone(), torch.zeros((), dtype=torch.int64)
+    found, index = torch.topk(values.to(torch.int32), k, *options)
+    return found.to(values.dtype), index
 
 
 def _kthvalue(values: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Pair:
     if not values.ndim:
         return values.clone(), torch.zeros((), dtype=torch.int64)
-    found = [part.narrow(dim, k - 1, 1) for part in torch.sort(values, dim)]
+    found = [part.narrow(dim, k - 1, 1) for part in _sort(values, dim)]
     smallest, index = found if keepdim else [part.squeeze(dim) for part in found]
     return smallest, index
 
@@ -53,13 +70,15 @@ def _median_of_known(values: torch.Tensor, dim: int, keepdim: bool = False) -> A
 
 def _searchsorted(
     limits: torch.Tensor,
-    values: torch.Tensor,
+    values: Any,
     *,
     out_int32: bool = False,
     right: bool = False,
     side: str | None = None,
     sorter: torch.Tensor | None = None,
 ) -> Any:
+    if not isinstance(values, torch.Tensor):
+        values = torch.scalar_tensor(values, dtype=torch.float64 if isinstance(values, float) else torch.int64)
     if sorter is not None:
         limits = limits.gather(-1, sorter)
     limits, places = limits if limits.ndim == 1 else limits[..., None, :], values[..., None]
@@ -68,8 +87,16 @@ def _searchsorted(
     return before.sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
-def _isin(elements: torch.Tensor, others: torch.Tensor, invert: bool = False, **_options: Any) -> Any:
-    found = (elements[..., None] == others.flatten()).any(-1)
+def _bucketize(values: Any, limits: torch.Tensor, **options: Any) -> Any:
+    return _searchsorted(limits, values, **options)
+
+
+def _isin(elements: Any, others: Any, invert: bool = False, **_options: Any) -> Any:
+    """Whether elements are among others; either may be a number."""
+    if isinstance(elements, torch.Tensor) and isinstance(others, torch.Tensor):
+        found = (elements[..., None] == others.flatten()).any(-1)
+    else:
+        found = (others == elements).any() if isinstance(others, torch.Tensor) else elements == others
     return ~found if invert else found
 
 
@@ -78,10 +105,7 @@ def _isin(elements: torch.Tensor, others: torch.Tensor, invert: bool = False, **
 
 def _cumsum(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """torch.onnx computes sums of float16 and bfloat16 in float32, and leaves them so."""
-    kind = dtype or values.dtype
-    if kind not in (torch.float16, torch.bfloat16):
-        return NotImplemented
-    return values.to(kind).float().cumsum(dim).to(kind)
+    return computed_in(torch.float32, torch.cumsum)(values.to(dtype or values.dtype), dim)
 
 
 def _cumprod(values: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -103,8 +127,9 @@ def _logcumsumexp(values: torch.Tensor, dim: int) -> Any:
         return NotImplemented
     if not values.ndim:
         return values.clone()
+    if values.dtype in HALF:
+        return computed_in(torch.float32, _logcumsumexp)(values, dim)
     row = values.movedim(dim, -1)
-    row = row.float() if row.dtype in (torch.float16, torch.bfloat16) else row
     length = row.shape[-1]
     count = (length + 2 * _BLOCK - 1) // _BLOCK  # one more than needed: for a single block, sizes would be fixed
     padded = torch.cat([row, row.new_full((*row.shape[:-1], count * _BLOCK - length), -math.inf)], -1)
@@ -113,7 +138,7 @@ def _logcumsumexp(values: torch.Tensor, dim: int) -> Any:
     is_before = _earlier(count) & ~torch.eye(count, dtype=torch.bool)
     before = _log_of_sum(torch.where(is_before, inside[..., None, :, -1], -math.inf))
     found = _log_of_sum(torch.stack([inside, before[..., None].expand_as(inside)], -1))
-    return found.flatten(-2)[..., :length].movedim(-1, dim).to(values.dtype)
+    return found.flatten(-2)[..., :length].movedim(-1, dim)
 
 
 def _log_of_sum(values: torch.Tensor) -> torch.Tensor:
@@ -198,36 +223,56 @@ def _largest(values: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, 
 
 
 def _divided(pool: Any, rank: int, values: torch.Tensor, kernel: Sequence[int], *options: Any) -> Any:
-    if len(options) < 5 or options[4] is None or options[2]:  # at the end of a padded axis, windows are smaller
-        return NotImplemented
     count = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** rank
     return pool(values, kernel, *options[:3], True) * (count / options[4])
 
 
-def is_plain_pool(_values: Any, _kernel: Any, *options: Any) -> bool:
-    """Whether torch.onnx translates an average pool: it divides by the size of its window."""
-    return len(options) < 5 or options[4] is None
+def _divides_by_its_size(_values: Any, _kernel: Any, *options: Any) -> bool:
+    """Whether an average pool divides by the size of its window; or rounds its size up, with smaller windows there."""
+    return len(options) < 5 or options[4] is None or options[2]
+
+
+def _has_one_output(_values: Any, sizes: Sequence[int]) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in sizes)
+
+
+def _in_double(pool: Any, values: torch.Tensor, *options: Any) -> torch.Tensor:
+    """The largest of integers that onnxruntime has no pools for, and that double precision holds."""
+    found: torch.Tensor = pool(values.double(), *options)
+    return found.to(values.dtype)
 
 
 POOLS: dict[Any, Callable[..., Any]] = {
-    aten.adaptive_avg_pool1d.default: _averages,
-    aten.adaptive_avg_pool2d.default: _averages,
-    aten.adaptive_avg_pool3d.default: _averages,
-    aten.adaptive_max_pool1d.default: _largest,
-    aten.adaptive_max_pool2d.default: _largest,
-    aten.adaptive_max_pool3d.default: _largest,
-    aten.avg_pool2d.default: functools.partial(_divided, aten.avg_pool2d.default, 2),
-    aten.avg_pool3d.default: functools.partial(_divided, aten.avg_pool3d.default, 3),
+    **dict.fromkeys(
+        [aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default],
+        Decomposition(_averages, _has_one_output),
+    ),
+    **dict.fromkeys(
+        [aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default],
+        Decomposition(_largest, _has_one_output),
+    ),
+    **{
+        pool: Decomposition(functools.partial(_divided, pool, rank), _divides_by_its_size)
+        for rank, pool in ((2, aten.avg_pool2d.default), (3, aten.avg_pool3d.default))
+    },
+    **{
+        pool: Decomposition(functools.partial(_in_double, pool), not_of(torch.int16, torch.int32))
+        for pool in (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default)
+    },
 }
 
 
 ORDERING: dict[Any, Callable[..., Any]] = {
-    aten.argsort.stable: lambda *args, **options: _sort(*args, **options)[1],
-    aten.bucketize.Tensor: lambda values, limits, **options: _searchsorted(limits, values, **options),
+    aten.argsort.default: Decomposition(_argsort, not_of(*SMALL_INTEGERS)),
+    aten.argsort.stable: _argsort,
+    aten.bucketize.Scalar: _bucketize,
+    aten.bucketize.Tensor: _bucketize,
     aten.cummax.default: lambda values, dim: _extreme_so_far(values, dim, torch.amax, -1),
     aten.cummin.default: lambda values, dim: _extreme_so_far(values, dim, torch.amin, 1),
     aten.cumprod.default: _cumprod,
-    aten.cumsum.default: _cumsum,
+    aten.cumsum.default: Decomposition(_cumsum, lambda values, _, dtype=None: (dtype or values.dtype) not in HALF),
+    aten.isin.Scalar_Tensor: _isin,
+    aten.isin.Tensor_Scalar: _isin,
     aten.isin.Tensor_Tensor: _isin,
     aten.kthvalue.default: _kthvalue,
     aten.logcumsumexp.default: _logcumsumexp,
@@ -235,6 +280,10 @@ ORDERING: dict[Any, Callable[..., Any]] = {
     aten.median.default: lambda values: _median(values.flatten(), 0)[0],
     aten.nanmedian.dim: _median_of_known,
     aten.nanmedian.default: lambda values: _median_of_known(values.flatten(), 0)[0],
+    aten.searchsorted.Scalar: _searchsorted,
     aten.searchsorted.Tensor: _searchsorted,
+    aten.sort.default: Decomposition(_sort, not_of(*SMALL_INTEGERS)),
     aten.sort.stable: _sort,
+    aten.msort.default: Decomposition(lambda values: _sort(values, 0)[0], not_of(*SMALL_INTEGERS)),
+    aten.topk.default: Decomposition(_topk, lambda values, *_: values.ndim > 0 and values.dtype not in SMALL_INTEGERS),
 }

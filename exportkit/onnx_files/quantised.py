@@ -109,8 +109,7 @@ class WeightMatrix:
         dtype: The dtype that they have in the model, such as ``float32``.
         stored: What they are stored in: that dtype, int4 or int8.
         is_head: Whether the node makes logits.
-        harm: How far the outputs of the graph are from the model's if this layer alone is quantised; None if there was
-            no need to know.
+        harm: Error of the outputs when only this layer is quantised; None if it was not measured.
     """
 
     name: str

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from exportkit.errors import RuntimeFailure
-from exportkit.onnx_files.matrices import all_nodes, remove_unused
+from exportkit.onnx_files.contract import weights_beside
+from exportkit.onnx_files.matrices import remove_unused
 from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Quantisation, WeightMatrix
 from exportkit.running.compare import Tensors
 from exportkit.running.placement import require_onnxruntime
+from exportkit.running.protos import all_nodes
 
 if TYPE_CHECKING:
     import onnx
@@ -207,7 +209,7 @@ def write(model: onnx.ModelProto, path: Path) -> None:
     """
     import onnx
 
-    data = path.with_name(path.name + ".data")
+    data = weights_beside(path)
     for file in (path, data):
         file.unlink(missing_ok=True)
     onnx.save(model, path, save_as_external_data=True, location=data.name)

@@ -30,7 +30,7 @@ from exportkit._torch_compat.graph import (
 )
 from exportkit._torch_compat.traced_values import is_counted
 from exportkit.errors import ExportError
-from exportkit.onnx_files.exact import call_node
+from exportkit.onnx_files.exact import call_node, copied_before
 from exportkit.running.session import REFUSED_INDEX
 
 aten = torch.ops.aten
@@ -48,16 +48,13 @@ _INDEXED = {
         "index",
     ),
 }  # fmt: skip
-# Operators whose results are never negative, those whose second result is not, and those that pass on their input.
+# Operators whose results are never negative, those whose second result is not, and those that copy their input.
 _COUNTS = {"argmax", "argmin", "argsort", "bucketize", "nonzero", "searchsorted"}
 _COUNTS_SECOND = {"kthvalue", "max", "median", "min", "sort", "topk"}
 # Operators that raise where no element is left to reduce.
 _LARGEST = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "median", "min", "nanmedian")
 _LEAVE_OUT = ("corrcoef", "cov", "squeeze")  # operators that leave out axes of one element
-_PASS_ON = {
-    "_to_copy", "alias", "chunk", "clone", "contiguous", "detach", "detach_", "expand", "lift_fresh_copy", "permute",
-    "repeat", "reshape", "select", "slice", "split", "squeeze", "t", "to", "transpose", "unbind", "unsqueeze", "view",
-}  # fmt: skip
+_COPIES = {"_to_copy", "clone", "detach_", "lift_fresh_copy", "repeat"}
 
 
 def with_checked_indices(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -122,7 +119,7 @@ def _origin(index: torch.fx.Node) -> tuple[torch.fx.Node, Any]:
     while True:
         if index.target is operator.getitem:
             index, result = index.all_input_nodes[0], index.args[1]
-        elif operator_name(index.target) in _PASS_ON:
+        elif operator_name(index.target) in _COPIES or getattr(index.target, "is_view", False):
             index, result = index.all_input_nodes[0], None
         else:
             return index, result
@@ -373,13 +370,10 @@ def _look_up(result: torch.fx.Node, output: torch.fx.Node, conditions: list[torc
         found: torch.Tensor = given["result"].unsqueeze(0).index_select(0, index).squeeze(0)
         return found
 
-    with graph.inserting_before(result):
-        computed = graph.call_function(cast(Any, result.target), result.args, result.kwargs)
-    computed.meta = dict(result.meta)
+    computed = copied_before(result)
     result.replace_all_uses_with(computed, delete_user_cb=lambda user: user is not output)
     with graph.inserting_before(output):
         last = call_inlined(graph, chosen, {"result": computed, "conditions": conditions})
-    # the program knows its results by the names of their nodes
     output.prepend(result)
     result.meta.pop("unbacked_bindings", None)  # sizes that the operator itself finds
     result.target, result.args, result.kwargs = last.target, last.args, last.kwargs

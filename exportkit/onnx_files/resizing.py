@@ -14,6 +14,7 @@ import torch
 from onnxscript import opset18
 
 from exportkit._torch_compat.graph import BICUBIC_ANTIALIASED, BILINEAR_ANTIALIASED, NEAREST_EXACT
+from exportkit.onnx_files.constants import constant, ints
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
@@ -25,25 +26,21 @@ _IMAGE_RANK = 4
 _PLAIN_FACTORS = frozenset([1.0, *(0.5**power for power in range(1, 9)), *(half / 2 for half in range(3, 33))])
 
 
-def _constant(value: Any, dtype: Any) -> Any:
-    return op.Constant(value=onnx_ir.tensor(value, dtype=dtype))
-
-
 def _length(x: Any, axis: int) -> Any:
     """The size of an axis, as a tensor with one element."""
     return op.Shape(x, start=axis, end=axis + 1)
 
 
 def _scaled_length(length: Any, factor: float) -> Any:
-    product = op.Mul(op.Cast(length, to=_DOUBLE), _constant([factor], _DOUBLE))
+    product = op.Mul(op.Cast(length, to=_DOUBLE), constant([factor], _DOUBLE))
     return op.Cast(op.Floor(product), to=_INT)
 
 
 def _given_length(sizes: Any, position: int) -> Any:
     if isinstance(sizes, onnx_ir.Value):
-        return op.Slice(sizes, *(op.Constant(value_ints=[limit]) for limit in (position, position + 1)))
+        return op.Slice(sizes, *(ints(limit) for limit in (position, position + 1)))
     size = sizes[position]
-    return op.Constant(value_ints=[size]) if isinstance(size, int) else op.Reshape(size, op.Constant(value_ints=[1]))
+    return ints(size) if isinstance(size, int) else op.Reshape(size, ints(1))
 
 
 # The nearest pixel.
@@ -76,24 +73,24 @@ def _powers_of_two(factors: Sequence[float]) -> bool:
 
 def _places(length: Any, wanted: Any, factor: float | None, exact: bool, wide: bool, rank: int) -> Any:
     """The index of the pixel that each new one is. Images have a kernel of their own in torch."""
-    zero, one = (_constant(number, _INT) for number in (0, 1))
+    zero, one = (constant(number, _INT) for number in (0, 1))
     new = op.Range(zero, op.Squeeze(wanted), one)
     dtype = _DOUBLE if wide else _FLOAT
     if factor is None:
         step = op.Div(op.Cast(length, to=dtype), op.Cast(wanted, to=dtype))
     else:
-        step = _constant([1 / factor], dtype)
-    half = _constant(0.5, dtype)
+        step = constant([1 / factor], dtype)
+    half = constant(0.5, dtype)
     place = op.Cast(new, to=dtype)
     if exact and rank != _IMAGE_RANK and not wide:  # one half is taken off and added again, fused with the product
-        half = _constant(0.5, _DOUBLE)
+        half = constant(0.5, _DOUBLE)
         centre = op.Mul(op.Cast(step, to=_DOUBLE), op.Add(op.Cast(new, to=_DOUBLE), half))
-        place = op.Add(op.Cast(op.Sub(centre, half), to=_FLOAT), _constant(0.5, _FLOAT))
+        place = op.Add(op.Cast(op.Sub(centre, half), to=_FLOAT), constant(0.5, _FLOAT))
     else:
         place = op.Mul(op.Add(place, half) if exact else place, step)
     found = op.Cast(op.Floor(op.Cast(place, to=_FLOAT)), to=_INT)
     if factor is not None and not exact and rank == _IMAGE_RANK:  # the same size, and twice the size, are exact
-        found = op.Where(op.Equal(wanted, op.Add(length, length)), op.Div(new, _constant(2, _INT)), found)
+        found = op.Where(op.Equal(wanted, op.Add(length, length)), op.Div(new, constant(2, _INT)), found)
         found = op.Where(op.Equal(wanted, length), new, found)
     return op.Min(found, op.Sub(length, one))
 
@@ -110,16 +107,31 @@ def _smooth(mode: str, antialias: bool = False) -> Callable[..., Any]:
             "antialias": int(antialias),
             "exclude_outside": int(antialias),
         }
-        rank = len(x.shape)
-        if factors is None:
-            lengths = [_given_length(sizes, axis - 2) for axis in range(2, rank)]
-            return op.Resize(x, None, None, op.Concat(op.Shape(x, end=2), *lengths, axis=0), **options)
-        if _PLAIN_FACTORS.issuperset(factors):
-            return op.Resize(x, None, op.Constant(value_floats=[1.0, 1.0, *factors]), **options)
-        scales = [_scale(_length(x, axis), factors[axis - 2], mode == "linear") for axis in range(2, rank)]
-        return op.Resize(x, None, op.Concat(op.Constant(value_floats=[1.0, 1.0]), *scales, axis=0), **options)
+        axes = range(2, len(x.shape))
+        if x.dtype != onnx_ir.DataType.UINT8:
+            return _resized(x, axes, sizes, factors, options)
+        half, least, most = (constant(value, _FLOAT) for value in (0.5, 0, 255))
+        found, dtype = op.Cast(x, to=_FLOAT), x.dtype
+        for axis in reversed(axes):  # torch resizes bytes axis by axis, and rounds after each
+            found = op.Floor(op.Add(_resized(found, axes, sizes, factors, options, axis), half))
+            found = op.Clip(found, least, most)
+        return op.Cast(found, to=dtype)
 
     return form
+
+
+def _resized(
+    x: Any, axes: range, sizes: Any, factors: Sequence[float] | None, options: dict[str, Any], only: int | None = None
+) -> Any:
+    """A tensor that is resized along all of these axes, or along only one of them."""
+    factors = factors and [by if only in (None, axis) else 1.0 for axis, by in zip(axes, factors, strict=True)]
+    if factors is None:
+        lengths = [_given_length(sizes, axis - 2) if only in (None, axis) else _length(x, axis) for axis in axes]
+        return op.Resize(x, None, None, op.Concat(op.Shape(x, end=2), *lengths, axis=0), **options)
+    if _PLAIN_FACTORS.issuperset(factors):
+        return op.Resize(x, None, op.Constant(value_floats=[1.0, 1.0, *factors]), **options)
+    scales = [_scale(_length(x, axis), by, options["mode"] == "linear") for axis, by in zip(axes, factors, strict=True)]
+    return op.Resize(x, None, op.Concat(op.Constant(value_floats=[1.0, 1.0]), *scales, axis=0), **options)
 
 
 def _scale(length: Any, factor: float, keeps_size: bool) -> Any:
@@ -131,10 +143,10 @@ def _scale(length: Any, factor: float, keeps_size: bool) -> Any:
         keeps_size: Whether an axis that keeps its size stays as it is.
     """
     wanted = _scaled_length(length, factor)
-    below, scale, above = (_constant([factor * (1 + by)], _FLOAT) for by in (-_NEXT, 0, _NEXT))
+    below, scale, above = (constant([factor * (1 + by)], _FLOAT) for by in (-_NEXT, 0, _NEXT))
     rounded = op.Cast(op.Floor(op.Mul(op.Cast(length, to=_FLOAT), scale)), to=_INT)
     found = op.Where(op.Less(rounded, wanted), above, op.Where(op.Greater(rounded, wanted), below, scale))
-    return op.Where(op.Equal(wanted, length), _constant([1.0], _FLOAT), found) if keeps_size else found
+    return op.Where(op.Equal(wanted, length), constant([1.0], _FLOAT), found) if keeps_size else found
 
 
 RESIZING: dict[Any, Callable[..., Any]] = {

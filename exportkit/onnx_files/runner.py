@@ -184,7 +184,7 @@ class OnnxRunner:
         return returned[RESULT] if contract.wraps else returned
 
     def _written_back(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: Any) -> Any:
-        """What the graph returned, with the very arguments in it that the model changes in place: they are changed."""
+        """Copies results into arguments that the model modifies in place, and returns those arguments."""
         written = self.contract.written
         values = self.contract.signature.bind_unchanged(args, kwargs) if written else {}
         made = {name: value_at(returned, item.place or "") for name, item in written.items()}
@@ -304,7 +304,7 @@ class OnnxRunner:
             providers: An execution provider of onnxruntime by its name, or several, the preferred one first, each a
                 name or a name with its options; by default those of the device, with the CPU for what they do not
                 compute. With ``device`` the CPU, they get and return tensors on the CPU.
-            session_options: An ``onnxruntime.SessionOptions``.
+            session_options: An ``onnxruntime.SessionOptions``; configuration entries may be added to it.
 
         Raises:
             InvalidRequestError: if the device does not exist.
@@ -332,7 +332,7 @@ class OnnxRunner:
             part._place(placement)
 
     def opened_by(self, session_class: type[GraphSession]) -> OnnxRunner:
-        """Returns the graphs and parts in another runtime; what is found out about them there stays there.
+        """Returns the graphs and parts in another runtime. Measurements made in that runtime do not affect this object.
 
         Args:
             session_class: Opens a file in the runtime.

@@ -15,6 +15,7 @@ from onnx_ir.tape import Tape
 from onnxscript import opset18
 
 from exportkit._torch_compat.graph import copied_module, with_graph_module, written_tensors
+from exportkit.onnx_files.constants import constant, ints
 from exportkit.onnx_files.decompositions import erase_unused
 
 aten = torch.ops.aten
@@ -86,15 +87,15 @@ def _step(value: Any, target: Any) -> Any:
 
 def _form(rows: Any, matrices: Any, numbers: Any, transposed: bool) -> Any:
     count, width = matrices.shape[0], matrices.shape[1 if transposed else 2]
-    first, second, start = _ints(0), _ints(1), op.Constant(value_int=0)
+    first, second, start = ints(0), ints(1), op.Constant(value_int=0)
     numbers = op.Cast(numbers, to=onnx_ir.DataType.INT64)
-    positive = op.Where(op.Less(numbers, start), op.Add(numbers, _ints(count)), numbers)
-    every = op.Constant(value=onnx_ir.tensor(list(range(count)), dtype=onnx_ir.DataType.INT64))
+    positive = op.Where(op.Less(numbers, start), op.Add(numbers, ints(count)), numbers)
+    every = ints(*range(count))
     chosen = op.Cast(op.Equal(op.Unsqueeze(positive, second), every), to=onnx_ir.DataType.INT64)  # (rows, count)
     # as many rows in a block as each matrix has on average; there is one block at least, since Scan takes no fewer
-    size = op.Div(op.Shape(rows, start=0, end=1), _ints(count))
+    size = op.Div(op.Shape(rows, start=0, end=1), ints(count))
     size = op.Where(
-        op.Less(size, second), second, op.Where(op.Less(size, _ints(_LARGEST_BLOCK)), size, _ints(_LARGEST_BLOCK))
+        op.Less(size, second), second, op.Where(op.Less(size, ints(_LARGEST_BLOCK)), size, ints(_LARGEST_BLOCK))
     )
     blocks = op.Div(op.Sub(op.Add(op.ReduceSum(chosen, first, keepdims=0), size), second), size)
     ends = op.CumSum(blocks, start)
@@ -104,7 +105,7 @@ def _form(rows: Any, matrices: Any, numbers: Any, transposed: bool) -> Any:
     place = op.Sub(op.ReduceSum(op.Mul(op.CumSum(chosen, start), chosen), second, keepdims=0), second)
     place = op.Add(op.Gather(op.Mul(op.Sub(ends, blocks), size), numbers), place)
     columns = op.Shape(rows, start=1, end=2)
-    zero = op.Constant(value=onnx_ir.tensor(0.0, dtype=rows.dtype))
+    zero = constant(0.0, rows.dtype)
     packed = op.ScatterND(
         op.Expand(zero, op.Concat(op.Mul(total, size), columns, axis=0)), op.Unsqueeze(place, second), rows
     )
@@ -113,10 +114,10 @@ def _form(rows: Any, matrices: Any, numbers: Any, transposed: bool) -> Any:
     steps = op.Range(start, op.Squeeze(total, first), op.Constant(value_int=1))
     ended = op.Cast(op.LessOrEqual(op.Unsqueeze(ends, first), op.Unsqueeze(steps, second)), to=onnx_ir.DataType.INT64)
     which = op.ReduceSum(ended, second, keepdims=0)
-    which = op.Where(op.Less(which, _ints(count)), which, first)
+    which = op.Where(op.Less(which, ints(count)), which, first)
     body = _block_product(rows, matrices, width, transposed)
     products = op.Scan(packed, which, body=body, num_scan_inputs=2)
-    return op.Gather(op.Reshape(products, _ints(-1, width)), place)
+    return op.Gather(op.Reshape(products, ints(-1, width)), place)
 
 
 def _block_product(rows: Any, matrices: Any, width: int, transposed: bool) -> onnx_ir.Graph:
@@ -129,8 +130,4 @@ def _block_product(rows: Any, matrices: Any, width: int, transposed: bool) -> on
     return onnx_ir.Graph([block, number], [product], nodes=tape.nodes, name="block_product")
 
 
-def _ints(*values: int) -> Any:
-    return op.Constant(value_ints=list(values))
-
-
-SELECTED_FORMS = {torch.ops.exportkit.selected_products.default: _form}
+SELECTED_TRANSLATIONS = {torch.ops.exportkit.selected_products.default: _form}

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from exportkit.onnx_files.decomposition import Decomposition, computed_in
+
 aten = torch.ops.aten
 
 
@@ -29,8 +31,9 @@ def _hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _copysign(x: torch.Tensor, y: Any) -> torch.Tensor:
+    dtype = torch.result_type(x, y)
     y = y if isinstance(y, torch.Tensor) else torch.full((), y)
-    size = (x if x.is_floating_point() else x.to(torch.get_default_dtype())).abs()
+    size = x.to(dtype if dtype.is_floating_point else torch.get_default_dtype()).abs()
     return torch.where(y.signbit(), -size, size)
 
 
@@ -40,11 +43,10 @@ def _copysign(x: torch.Tensor, y: Any) -> torch.Tensor:
 def _in_double(function: Callable[[torch.Tensor], torch.Tensor], most: int = 8) -> Callable[[torch.Tensor], Any]:
     """Returns the function for any dtype with at most so many bytes."""
 
-    def form(x: torch.Tensor) -> Any:
-        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        return function(x.to(torch.float64)).to(dtype) if dtype.itemsize <= most else NotImplemented
+    def is_larger(x: torch.Tensor) -> bool:
+        return x.is_floating_point() and x.dtype.itemsize > most
 
-    return form
+    return Decomposition(computed_in(torch.float64, function), is_larger)
 
 
 def _polynomial(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
@@ -209,20 +211,27 @@ def _solve(matrix: torch.Tensor, right: torch.Tensor, *, left: bool = True) -> A
         return _solve(matrix.mT, right.mT).mT
     if right.ndim == 1 or right.shape == matrix.shape[:-1]:  # one vector for each matrix
         return _solve(matrix, right[..., None]).squeeze(-1)
+    return _eliminated(*_broadcast(matrix, right))[0]
+
+
+def _broadcast(matrix: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch = torch.broadcast_shapes(matrix.shape[:-2], right.shape[:-2])
-    matrix, right = (part.expand(*batch, *part.shape[-2:]) for part in (matrix, right))
-    return _eliminated(matrix, right)[0]
+    return matrix.expand(*batch, *matrix.shape[-2:]), right.expand(*batch, *right.shape[-2:])
 
 
 def _inverse(matrix: torch.Tensor) -> Any:
-    return _solve(matrix, torch.eye(matrix.shape[-1], dtype=matrix.dtype)) if _is_small(matrix) else NotImplemented
+    if not _is_small(matrix):
+        return NotImplemented
+    return _eliminated(matrix, torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand(matrix.shape))[0]
 
 
 def _slogdet(matrix: torch.Tensor) -> Any:
     if not _is_small(matrix):
         return NotImplemented
     _, pivots, signs = _eliminated(matrix, matrix[..., :0])
-    return (pivots.sign() * signs).prod(-1), pivots.abs().log().sum(-1)
+    is_singular = (pivots == 0).any(-1)  # the next pivots are not numbers
+    sign, size = (pivots.sign() * signs).prod(-1), pivots.abs().log().sum(-1)
+    return torch.where(is_singular, 0.0, sign), torch.where(is_singular, -math.inf, size)
 
 
 def _logdet(matrix: torch.Tensor) -> Any:
@@ -251,6 +260,7 @@ def _solve_triangular(
         return NotImplemented
     if not left:
         return _solve_triangular(matrix.mT, right.mT, upper=not upper, unitriangular=unitriangular).mT
+    matrix, right = _broadcast(matrix, right)
     found: dict[int, torch.Tensor] = {}
     for k in range(matrix.shape[-1])[:: -1 if upper else 1]:
         row = right[..., k, :] - sum(matrix[..., k, other, None] * value for other, value in found.items())
@@ -306,28 +316,22 @@ SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.copysign.Scalar: _copysign,
     aten.copysign.Tensor: _copysign,
     aten.digamma.default: _in_double(_digamma),
-    aten.special_digamma.default: _in_double(_digamma),
     aten.erfinv.default: _in_double(_erfinv, 4),
-    aten.special_erfinv.default: _in_double(_erfinv, 4),
     aten.fmax.default: lambda x, y: _unless_nan(x, y, torch.maximum(x, y)),
     aten.fmin.default: lambda x, y: _unless_nan(x, y, torch.minimum(x, y)),
     aten.hypot.default: _hypot,
     aten.histc.default: _histc,
     aten.lgamma.default: _in_double(_lgamma),
-    aten.special_gammaln.default: _in_double(_lgamma),
     aten.log10.default: _in_double(_logarithm(10.0)),
     aten.log2.default: _in_double(_logarithm(2.0)),
     aten.logit.default: _logit,
-    aten.special_logit.default: _logit,
     aten.xlogy.Tensor: _xlogy,
-    aten.special_xlogy.default: _xlogy,
     aten.special_erfcx.default: _in_double(_erfcx, 4),
     aten.special_log_ndtr.default: _in_double(_log_ndtr, 4),
     aten.special_ndtri.default: _in_double(lambda x: _quantile(x - 0.5, torch.minimum(x, 1 - x)), 4),
     aten.cholesky.default: lambda matrix, upper=False: _cholesky(matrix, upper=upper),
     aten.cholesky_inverse.default: _cholesky_inverse,
     aten.cholesky_solve.default: _cholesky_solve,
-    aten.inverse.default: _inverse,
     aten.linalg_cholesky.default: _cholesky,
     aten.linalg_cholesky_ex.default: _checked(_cholesky),
     aten.linalg_inv.default: _inverse,
@@ -338,3 +342,12 @@ SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_solve_triangular.default: _solve_triangular,
     aten.logdet.default: _logdet,
 }
+_OTHER_NAMES = {
+    aten.inverse.default: aten.linalg_inv.default,
+    aten.special_digamma.default: aten.digamma.default,
+    aten.special_erfinv.default: aten.erfinv.default,
+    aten.special_gammaln.default: aten.lgamma.default,
+    aten.special_logit.default: aten.logit.default,
+    aten.special_xlogy.default: aten.xlogy.Tensor,
+}
+SPECIAL_FUNCTIONS |= {other: SPECIAL_FUNCTIONS[name] for other, name in _OTHER_NAMES.items()}

@@ -12,6 +12,7 @@ import torch
 from exportkit.onnx_files.quantised import BITS, Quantisation, WeightMatrix
 from exportkit.onnx_files.quantisers import quantise, write
 from exportkit.running.compare import Tensors
+from exportkit.running.protos import copied, set_nodes
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ class SwitchedGraph:
         ways: Mapping[str, Sequence[str]],
         folder: Path,
     ) -> None:
-        whole = type(model)()
-        whole.CopyFrom(model)
+        whole = copied(model)
         self._switches: dict[tuple[str, str], str] = {}
         for kind in BITS:
             chosen = [replace(layer, stored=kind) for layer in layers if kind in ways[layer.node]]
@@ -58,8 +58,7 @@ class SwitchedGraph:
         """Adds the nodes of a quantised copy beside those of the graph, and chooses between their outputs."""
         import onnx
 
-        copy = type(model)()
-        copy.CopyFrom(model)
+        copy = copied(model)
         quantise(copy, chosen, replace(request, embedding=any(layer.operator == "Gather" for layer in chosen)))
         known = {tensor.name for tensor in model.graph.initializer}
         whole.graph.initializer.extend([tensor for tensor in copy.graph.initializer if tensor.name not in known])
@@ -79,8 +78,7 @@ class SwitchedGraph:
         del whole.opset_import[:]
         whole.opset_import.extend([onnx.helper.make_opsetid(domain, version) for domain, version in imports.items()])
         whole.ir_version = copy.ir_version
-        del whole.graph.node[:]
-        whole.graph.node.extend(nodes)
+        set_nodes(whole.graph, nodes)
 
     def run(self, feeds: Mapping[str, torch.Tensor], stored: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Returns the outputs by name.
@@ -122,8 +120,7 @@ class RewrittenGraph:
     def run(self, feeds: Mapping[str, torch.Tensor], stored: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Returns the outputs by name; see `SwitchedGraph.run`."""
         if self._opened is None or self._opened[0] != stored:
-            copy = type(self._model)()
-            copy.CopyFrom(self._model)
+            copy = copied(self._model)
             layers = [replace(layer, stored=stored.get(layer.node, layer.dtype)) for layer in self._layers]
             path = self._folder / "model.onnx"
             write(quantise(copy, layers, self._request, self._calibration), path)

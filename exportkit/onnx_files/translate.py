@@ -48,7 +48,6 @@ from exportkit.programs.model_lines import line_of_node
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.table import EVERY_WAY, LIBRARY_PATCHES, applied
-from exportkit.running.program import tensor_placeholders
 from exportkit.running.session import FUSED_OPSET, require_fused_operators
 from exportkit.trees import registered_caches
 
@@ -72,7 +71,7 @@ def translate(
         path: Where to write.
         opset: ONNX opset; by default torch's own choice.
         runtime: What the graph is fused for; None for a graph of operators that every runtime has.
-        branches: Whether what only one way of a decision needs goes into a branch.
+        branches: Whether nodes that only one branch needs are moved into an ONNX ``If``.
 
     Raises:
         ExportError: if an operator cannot be translated.
@@ -212,7 +211,7 @@ def onnx_program(
     extra: ExporterTranslations | None = None,
     zeros: Sequence[Mapping[Any, int]] | None = None,
 ) -> torch.onnx.ONNXProgram:
-    """Returns a program in ONNX, with exportkit's forms of operators where those of torch.onnx compute other numbers.
+    """Returns a program in ONNX, with exportkit's translations where those of torch.onnx compute other numbers.
 
     Args:
         program: As torch.export.export returns it.
@@ -223,8 +222,8 @@ def onnx_program(
     Raises:
         ExportError: if torch.onnx returns nothing.
     """
-    from exportkit.onnx_files.forms import keep_small_probabilities  # onnxscript takes half a second to import
     from exportkit.onnx_files.fused import fuse_across_layers
+    from exportkit.onnx_files.translations import keep_small_probabilities  # onnxscript takes half a second to import
 
     with (
         quiet_onnx_export(),
@@ -271,22 +270,22 @@ def _translated(
     zeros: Sequence[Mapping[Any, int]] | None,
 ) -> torch.onnx.ONNXProgram:
     """The program in ONNX, each node of it translated."""
-    from exportkit.onnx_files.attention import ATTENTION_FORMS, with_whole_attention
-    from exportkit.onnx_files.forms import FORMS
+    from exportkit.onnx_files.attention import ATTENTION_TRANSLATIONS, with_whole_attention
     from exportkit.onnx_files.fused import complete_fusions
-    from exportkit.onnx_files.reduction_forms import count_axes_from_first, keep_padding_apart
+    from exportkit.onnx_files.reduction_translations import count_axes_from_first, keep_padding_apart
     from exportkit.onnx_files.selected_matrices import with_selected_products
+    from exportkit.onnx_files.translations import TRANSLATIONS
 
     # the domain has the conditions of the guards, and torch cannot evaluate all of them once more
     source = without_guards(with_selected_products(translatable(program)))
-    forms = FORMS if zeros is None else FORMS | ATTENTION_FORMS
+    translations = TRANSLATIONS if zeros is None else TRANSLATIONS | ATTENTION_TRANSLATIONS
     if zeros is not None:
         source = with_whole_attention(source, zeros)
     if extra is not None:
         source = with_graph_module(source, copied_module(source))
         extra.fix_nodes(source.graph_module)
-        forms = {**forms, **extra.table}
-    found = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=forms)
+        translations = {**translations, **extra.table}
+    found = torch.onnx.export(source, (), verbose=False, opset_version=opset, custom_translation_table=translations)
     if found is None:
         raise ExportError("torch.onnx returned no program.", hint="this is a bug: please report it.")
     if extra is not None:
@@ -310,7 +309,7 @@ def _zeros(traced: TracedProgram) -> list[dict[Any, int]]:
 def _symbols(traced: TracedProgram) -> Iterator[tuple[Any, Expression]]:
     """Yields each symbol that is the size of an input by itself, with that size in the plan."""
     sizes = input_axes(traced.program)
-    for placeholder, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
+    for placeholder, path in traced.paths_by_node.items():
         for symbol, size in zip(sizes[placeholder], traced.plan.by_path[path].sizes, strict=True):
             if SYMBOL_NAME.fullmatch(str(symbol)):
                 yield symbol, size
@@ -325,10 +324,9 @@ def _summary(error: Exception) -> str:
 
 def _name_values(graph: onnx_ir.Graph, traced: TracedProgram) -> tuple[dict[str, str], dict[str, str]]:
     given = {value.name: value for value in graph.inputs}
-    tensors = tensor_placeholders(traced.program)
     names = input_names(traced.input_paths)
     inputs = {}
-    for placeholder, path, name in zip(tensors, traced.input_paths, names, strict=True):
+    for (placeholder, path), name in zip(traced.paths_by_node.items(), names, strict=True):
         if placeholder in given:
             given[placeholder].name = name
             inputs[name] = path

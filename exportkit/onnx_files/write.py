@@ -37,7 +37,7 @@ def write_graphs(
             for the usual case.
         opset: ONNX opset; by default torch's own choice.
         runtime: What the graphs are fused for; None for graphs of operators that every runtime has.
-        branches: Whether what only one way of a decision needs goes into a branch, where nothing can be quantised.
+        branches: Whether nodes that only one branch needs are moved into an ONNX ``If``, which is not quantised.
 
     Raises:
         ExportError: if an operator cannot be translated.

@@ -53,6 +53,7 @@ from exportkit.rewrites.table import BUFFER_VALUES, DECIDES, GRADIENTS, LOOPS, S
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import Answer, autocast, kernels_of, sampled_answer
 from exportkit.running.module_state import modules_kept
+from exportkit.running.program import tensor_placeholders
 from exportkit.trees import Tree, caches_opened
 
 _SQUEEZES = tuple(getattr(torch.ops.aten.squeeze, name) for name in ("default", "dim", "dims"))
@@ -116,6 +117,11 @@ class TracedProgram:
         names = ", ".join(variable.name for variable in self.plan.variables) or "none"
         where = f"{self.observation.model_name}.{self.method}"
         return f"TracedProgram({where}, {len(self.input_paths)} inputs, variables: {names})"
+
+    @property
+    def paths_by_node(self) -> dict[str, str]:
+        """The path of the leaf behind each tensor that the program takes, by the name of its node."""
+        return dict(zip(tensor_placeholders(self.program), self.input_paths, strict=True))
 
     @property
     def stateful(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs the model itself and leaves no trace: no gradients, no recording, random state and modules as they were."""
+"""Runs the model without side effects: no gradients, no recording, random state and modules as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ONNX models with operators that onnxruntime has no kernel of, for a dtype or on a device.
+"""ONNX models with operators that onnxruntime has no kernel for, in a dtype or on a device.
 
 For a dtype, they run in float32, between casts. On a device, the CPU computes them; in the branches and bodies of
 control flow, where onnxruntime does not wait for what it copies there, that is avoided or refused.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from exportkit.running.protos import all_nodes, copied, set_nodes, subgraphs
 
 if TYPE_CHECKING:
     import onnx
@@ -60,8 +62,7 @@ def opened_with_float32(
         if not left:
             raise error
         names.add(left[0])
-        converted = onnx.ModelProto()
-        converted.CopyFrom(model)
+        converted = copied(model)
         in_float32 = _convert(converted.graph, {}, names)
         try:
             return open_model(converted.SerializeToString()), tuple(sorted(in_float32))
@@ -82,7 +83,7 @@ def _with_bodies(model: onnx.ModelProto) -> list[str]:
 
     versions = {entry.domain: entry.version for entry in model.opset_import}
     found = []
-    for domain, name in dict.fromkeys((node.domain, node.op_type) for node in model.graph.node):
+    for domain, name in dict.fromkeys((node.domain, node.op_type) for node in all_nodes(model.graph)):
         if onnx.defs.has(name, domain):
             schema = onnx.defs.get_schema(name, versions.get(domain, 1), domain)
             if any(getattr(schema, kind) for kind in ("has_function", "has_context_dependent_function")):
@@ -111,10 +112,8 @@ def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], names: Collection
     types, changed = element_types(graph, outer), set[str]()
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        for attribute in node.attribute:
-            for part in (attribute.g, *attribute.graphs):
-                if part.node:
-                    changed |= _convert(part, types, names)
+        for part in subgraphs(node):
+            changed |= _convert(part, types, names)
         kind = next((types[name] for name in node.input if types.get(name) in FLOATS), 0)
         for name in node.output:  # onnx infers nothing for onnxruntime's own operators, nor for what comes after them
             types[name] = types.get(name) or kind
@@ -132,39 +131,34 @@ def _convert(graph: onnx.GraphProto, outer: Mapping[str, int], names: Collection
                 changed.add(node.op_type)
                 node.output[place] = f"{name}/float32"
                 nodes.append(helper.make_node("Cast", [node.output[place]], [name], to=types[name]))
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, nodes)
     return changed
 
 
 def without_cpu_branches(source: str | bytes) -> bytes | None:
-    """Returns a model that computes attention with the operator that devices have kernels of; None if it does anyway.
+    """Returns a model that computes attention with the operator that devices have kernels for; None if it does anyway.
 
     A graph that was fused may choose between GroupQueryAttention for prompts and Attention; see
-    `exportkit.onnx_files.fused`. In float32, only the CPU has a kernel of the first one.
+    `exportkit.onnx_files.fused`. In float32, only the CPU has a kernel for the first one.
 
     Args:
         source: Path of a file, or a serialised ModelProto. Weights in files of their own are not read.
     """
     import onnx
 
-    model = without_weights(source)
-    nodes, changed = [*model.graph.node], False
-    for place, node in enumerate(nodes):
-        parts = {attribute.name: attribute.g for attribute in node.attribute if node.op_type == "If"}
-        if [[inner.op_type for inner in part.node] for part in parts.values()] in _EITHER:
-            (part,) = (part for part in parts.values() if part.node[0].op_type == "Attention")
+    model, changed = without_weights(source), False
+    for node in all_nodes(model.graph):
+        parts = subgraphs(node) if node.op_type == "If" else []
+        if [[inner.op_type for inner in part.node] for part in parts] in _EITHER:
+            (part,) = (part for part in parts if part.node[0].op_type == "Attention")
             names = dict(zip([value.name for value in part.output], node.output, strict=True))
             replacement = onnx.NodeProto()
             replacement.CopyFrom(part.node[0])
             replacement.name = node.name
             replacement.output[:] = [names.get(name, name) for name in replacement.output]
-            nodes[place], changed = replacement, True
-    if not changed:
-        return None
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    return bytes(model.SerializeToString())
+            node.CopyFrom(replacement)
+            changed = True
+    return bytes(model.SerializeToString()) if changed else None
 
 
 def add_outputs(model: onnx.ModelProto) -> None:
@@ -197,9 +191,8 @@ def late_nodes(source: str | bytes, on_cpu: Collection[str], on_device: Collecti
         for node in graph.node:
             if node.name in on_cpu and not {*node.input}.isdisjoint({*outside} - known):
                 found.append(node.name)
-            for attribute in node.attribute:
-                for part in (attribute.g, *attribute.graphs):
-                    found += late(part, ({*outside} - known) | made)
+            for part in subgraphs(node):
+                found += late(part, ({*outside} - known) | made)
         return found
 
     return late(model.graph, ())

@@ -61,7 +61,7 @@ class OpenVinoSession(GraphSession):
                 "OpenVINO cannot load the model.",
                 where=str(path),
                 got=first_line(error),
-                hint="export without runtime= and without weights=: such a graph has operators of every runtime only.",
+                hint="export without runtime= and without weights=: such a graph uses only standard ONNX operators.",
             ) from error
         types = [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
         if onnx.TensorProto.DOUBLE in types:

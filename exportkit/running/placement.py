@@ -72,7 +72,8 @@ def placed(
         device: "cpu", or "cuda" with or without an index.
         providers: Execution providers of onnxruntime, as ``InferenceSession`` takes them; by default those of the
             device, and the CPU for what they do not compute.
-        options: An ``onnxruntime.SessionOptions``.
+        options: An ``onnxruntime.SessionOptions``. It is used for all sessions of the graph; configuration entries that
+            these need are added to it.
 
     Raises:
         InvalidRequestError: if the device does not exist.
@@ -128,6 +129,6 @@ def _device(device: str | torch.device) -> torch.device:
             where="device",
             expected="cpu or cuda",
             got=str(place),
-            hint='give the tensors on the CPU, and name what computes: .to("cpu", providers=[...]).',
+            hint='pass tensors on the CPU and choose the provider: .to("cpu", providers=[...]).',
         )
     return place

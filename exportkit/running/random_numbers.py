@@ -18,6 +18,7 @@ from exportkit._torch_compat.random_numbers import (
     uniform_bits,
 )
 from exportkit.running.kernels import element_types
+from exportkit.running.protos import all_nodes, copied, set_nodes, subgraphs
 from exportkit.trees.tree import ONNX_DTYPES
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def with_fixed_numbers(model: onnx.ModelProto, seed: int | None = None) -> onnx.
     if not any(map(_draws, (model.graph, *model.functions))):
         return model
     functions: Functions = {}
-    source, model = model, type(model)()
-    model.CopyFrom(source)
+    model = copied(model)
     version = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     for graph in (model.graph, *model.functions):
         _replace(graph, {}, functions, version)
@@ -69,21 +69,16 @@ def with_fixed_numbers(model: onnx.ModelProto, seed: int | None = None) -> onnx.
 
 
 def _draws(graph: Any) -> bool:
-    return any(node.op_type in _OPERATORS or any(map(_draws, _graphs(node))) for node in graph.node)
-
-
-def _graphs(node: onnx.NodeProto) -> list[Any]:
-    return [part for attribute in node.attribute for part in (attribute.g, *attribute.graphs) if part.node]
+    return any(node.op_type in _OPERATORS for node in all_nodes(graph))
 
 
 def _replace(graph: Any, outer: Mapping[str, int], functions: Functions, version: int) -> None:
     types, nodes = element_types(graph, outer), list["onnx.NodeProto"]()
     for node in graph.node:
-        for part in _graphs(node):
+        for part in subgraphs(node):
             _replace(part, types, functions, version)
         nodes += _fixed(node, types, functions, version) if node.op_type in _OPERATORS else [node]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, nodes)
 
 
 def _fixed(node: onnx.NodeProto, types: Mapping[str, int], functions: Functions, version: int) -> list[onnx.NodeProto]:

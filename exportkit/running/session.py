@@ -8,6 +8,7 @@ devices, and for bfloat16, which numpy lacks, tensors are bound where they are, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from exportkit.calls.call import Call, shapes_text
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
 from exportkit.running.kernels import late_nodes, opened_with_float32, without_cpu_branches, without_weights
 from exportkit.running.placement import CPU, Placement, require_onnxruntime
+from exportkit.running.protos import all_nodes
 from exportkit.trees.tree import ONNX_DTYPES
 
 if TYPE_CHECKING:
@@ -41,8 +43,10 @@ REFUSED_INDEX = 2**31 - 1  # what a graph looks up, in vain, where a condition a
 # Threads of onnxruntime that wait actively for the next call keep torch, which computes in between, from the cores: a
 # proof takes up to twice as long.
 _IDLE = "session.force_spinning_stop"
-_REFUSES = "the model refuses such values, or takes a way that was not traced; try the model on this call."
-_FAILED_CHECK = "an index is out of range, or a condition about values, which the graph checks, does not hold"
+_REFUSES = (
+    "the model raises for these values, or takes a branch that was not traced; call the model itself to see which."
+)
+_FAILED_CHECK = "an index is out of range, or a check on values failed"
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _ASSIGNMENT = "session.record_ep_graph_assignment_info"
 _SHOWN = 8  # operators that run on the CPU beside another device
@@ -73,7 +77,7 @@ def require_fused_operators() -> None:
             "The installed onnxruntime does not have the operators that graphs are fused to.",
             expected=f"Attention, RMSNormalization and RotaryEmbedding of opset {FUSED_OPSET} on the CPU",
             got=f"onnxruntime {runtime.__version__}",
-            hint="update onnxruntime, or export without a runtime: such a graph runs everywhere.",
+            hint="update onnxruntime, or export without a runtime: such a graph uses only standard ONNX operators.",
         ) from error
 
 
@@ -186,21 +190,24 @@ class Session(GraphSession):
     ) -> None:
         self._module = module = require_onnxruntime()
         self.placement = Placement() if placement is None else placement
-        options = self.placement.options if folder is None and optimised else None
-        if options is None:
-            options = module.SessionOptions()
-            options.log_severity_level = 4  # what fails is raised, not printed
-            options.add_session_config_entry(_IDLE, "1")
-        if folder is not None:
-            options.add_session_config_entry(_FOLDER, str(folder))
+        self._options, self._entries = self.placement.options, dict[str, str]()
+        self._attributes: dict[str, Any] = {}
+        if self._options is None:
+            self._options = module.SessionOptions()
+            self._options.log_severity_level = 4  # what fails is raised, not printed
+            self._entries[_IDLE] = "1"
         if not self.placement.is_cpu:
-            options.add_session_config_entry(_ASSIGNMENT, "1")
+            self._entries[_ASSIGNMENT] = "1"
+        if folder is not None:
+            self._entries[_FOLDER] = str(folder)
+        if folder is not None or not optimised:  # a graph for measurements
+            self._attributes["enable_profiling"] = False
         if not optimised:
-            options.graph_optimization_level = module.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.add_session_config_entry("session.disable_prepacking", "1")  # not worth its time for a single run
+            self._attributes["graph_optimization_level"] = module.GraphOptimizationLevel.ORT_DISABLE_ALL
+            self._entries["session.disable_prepacking"] = "1"  # not worth its time for a single run
         self._source = model if isinstance(model, bytes) else str(model)
         self._where = "serialised model" if isinstance(model, bytes) else str(model)
-        self._options, self._folder = options, folder
+        self._folder = folder
         if not self.placement.is_cpu:
             self._source = self._for_device()
         self._open()
@@ -251,7 +258,7 @@ class Session(GraphSession):
         """Lets a serialised model find the weights that are in a file of their own beside the model."""
         if self._folder is None and isinstance(self._source, str):
             self._folder = Path(self._source).resolve().parent
-            self._options.add_session_config_entry(_FOLDER, str(self._folder))
+            self._entries[_FOLDER] = str(self._folder)
 
     def _assigned(self) -> Iterator[tuple[str, str, str]]:
         """Yields the execution provider, the name and the operator of each node."""
@@ -261,7 +268,8 @@ class Session(GraphSession):
 
     def _opened(self, source: str | bytes, options: Mapping[str, Any]) -> Any:
         providers = [each if isinstance(each, str) else (each[0], {**each[1]}) for each in self.placement.providers]
-        return self._module.InferenceSession(source, self._options, providers=providers, **options)
+        with _configured(self._options, self._entries, self._attributes):
+            return self._module.InferenceSession(source, self._options, providers=providers, **options)
 
     def _opened_in_float32(self, options: Mapping[str, Any], error: Exception) -> Any:
         """The model with casts around operators that have no kernel for its dtype."""
@@ -287,11 +295,11 @@ class Session(GraphSession):
             if counts:
                 listed = ", ".join(f"{count} {name}" for name, count in counts.most_common(_SHOWN))
                 more = ", ..." if len(counts) > _SHOWN else ""
-                found[0] += f"; on the CPU ran {sum(counts.values())} operators: {listed}{more}"
+                found[0] += f"; {sum(counts.values())} operators ran on the CPU: {listed}{more}"
         if self.in_float32:
             found.append(
-                f"onnxruntime has no kernel of {', '.join(self.in_float32)} for the dtype of the model, and computes "
-                "in float32 there, between casts; the file keeps its dtype"
+                f"onnxruntime has no kernels for {', '.join(self.in_float32)} in the model's dtype; they run in "
+                "float32 between casts; the file keeps its dtype"
             )
         return "".join(f"{text}. " for text in found).rstrip()
 
@@ -377,12 +385,39 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
+@contextlib.contextmanager
+def _configured(options: Any, entries: Mapping[str, str], attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Configures options of a session while it is opened: they may be the caller's, and cannot be copied.
+
+    Entries stay: nothing removes them, and onnxruntime prints a warning when they are overwritten.
+    """
+    for name, value in entries.items():
+        if _entry(options, name) != value:
+            options.add_session_config_entry(name, value)
+    before = {name: getattr(options, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(options, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(options, name, value)
+
+
+def _entry(options: Any, name: str) -> str | None:
+    """The value of a configuration entry; None if it is not set."""
+    try:
+        return str(options.get_session_config_entry(name))
+    except RuntimeError:
+        return None
+
+
 def _dangers(source: str | bytes) -> tuple[bool, bool]:
     """Whether all operators of a model take empty inputs, and whether a fusion may make one that does not."""
     model = without_weights(source)
     takes_empty, moves_first_axis = True, False
     for graph in (model.graph, *model.functions):
-        for node in graph.node:
+        for node in all_nodes(graph):
             takes_empty = takes_empty and node.op_type not in _NOT_FOR_EMPTY
             if node.op_type == "Transpose":
                 perm = next((list(attribute.ints) for attribute in node.attribute if attribute.name == "perm"), [])

@@ -245,6 +245,14 @@ class TestLoad:
         assert {(row.status, row.where) for row in unseen} == {("no call", "its tensors are too large to keep")}
         assert report.problems() == ("only 0 of 3 unseen combinations of sizes could be proven",)
 
+    def test_calls_after_one_that_is_too_large_are_kept(self, nested, tmp_path, monkeypatch):
+        _, exported, *_ = nested
+        monkeypatch.setattr(manifest, "_MOST_BYTES", 20_000)
+        exported.save(tmp_path / "out")
+        report = exportkit.load(tmp_path / "out").verify()
+        assert {row.where for row in report.rows if row.status == "no call"} == {"its tensors are too large to keep"}
+        assert [row.kind for row in report.rows if row.status == "proven"].count("unseen") == 8
+
     def test_a_wrong_graph_whose_digest_fits_is_found_by_the_proof(self, copied):
         weights = bytearray((copied / "model.onnx.data").read_bytes())
         weights[2:1026:4] = b"\x00" * 256

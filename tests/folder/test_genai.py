@@ -147,7 +147,7 @@ def test_a_model_without_an_end_is_saved_with_a_note(plain, tmp_path):
         plain.save(tmp_path / "out")
     finally:
         plain.model.generation_config.eos_token_id = 2
-    note = "note: the model names no token that ends a text; onnxruntime-genai ends it at the padding token.\n"
+    note = "note: the model defines no end-of-sequence token; onnxruntime-genai stops at the padding token.\n"
     assert note in (tmp_path / "out" / "report.txt").read_text()
 
 

@@ -56,6 +56,13 @@ UNKNOWN = torch.tensor([[1.0, NAN, 3.0], [4.0, 5.0, 6.0], [NAN, -1.0, 2.0], [INF
 SCORES = torch.tensor([[0.3, -1.0, 2.0, 0.1], [1.5, 0.2, -0.7, 3.0], [0.0, 0.4, 0.9, -2.0]])
 ANGLES = floats(0.0, -0.0, 1.0, -1.0, 1e-30, -3e30, INF, -INF, NAN)
 
+
+def filled_with_zeros(x, index):
+    x = x.clone()
+    x[index] = 0.0
+    return x
+
+
 CASES = {
     "softmax of integers": (
         lambda x: (x.softmax(0, dtype=torch.float32), (x > 0).log_softmax(0, dtype=torch.float32)),
@@ -325,6 +332,156 @@ CASES = {
     "cross entropy without a batch": (
         lambda x: functional.cross_entropy(x[0], ints(1)[0], label_smoothing=0.1),
         SCORES,
+    ),
+    "indices of 32 bits": (
+        lambda x, y: (
+            x[y],
+            x[:, y],
+            x[y, y],
+            x.index_put((y,), x[:1], accumulate=True),
+            x.clone().index_put_((y, y), x[0, 0]),
+            x.half().index_put((y,), x[:1].half(), accumulate=True).float(),
+            filled_with_zeros(x, y),
+        ),
+        SCORES.T,
+        ints(0, 2).int(),
+    ),
+    "angles of complex numbers": (
+        lambda x: (torch.view_as_complex(x).angle(), torch.view_as_real(torch.view_as_complex(x).log())),
+        torch.cartesian_prod(floats(0.0, -0.0, 1.0, -1.0, NAN), floats(0.0, -0.0, 1.0, -2.0)),
+    ),
+    "inverse of as many matrices as they have rows": (
+        lambda x: (torch.linalg.inv(x.expand(3, 3, 3)), torch.linalg.inv_ex(x.expand(3, 3, 3)).inverse, x.inverse()),
+        torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.0, 4.0]])[None],
+    ),
+    "cross entropy of classes that cannot be, beside one with label smoothing": (
+        lambda x, y: (
+            functional.cross_entropy(x, y, label_smoothing=0.1),
+            functional.cross_entropy(x.masked_fill(x > 1.9, -INF), y),
+        ),
+        SCORES,
+        ints(0, 1, 2),
+    ),
+    "norms by the statistics of a batch, called by their own names": (
+        lambda x: (
+            torch.native_batch_norm(x, None, None, torch.zeros(2), torch.ones(2), True, 0.1, 1e-5)[0],
+            *aten._native_batch_norm_legit.no_stats(x, floats(1, 2), floats(0, 1), True, 0.1, 1e-5),
+            aten._native_batch_norm_legit_functional(x, None, None, floats(1, 2), floats(2, 3), True, 0.1, 1e-5)[4],
+            torch.native_batch_norm(x, None, None, floats(1, 2), floats(2, 3), False, 0.1, 1e-5)[0],
+        ),
+        torch.arange(36.0).reshape(3, 2, 2, 3) ** 2 % 11,
+    ),
+    "any and all of bytes": (
+        lambda x: (x.any(), x.all(), x.any(1), x.all(1), x.all(0, keepdim=True), (x > 0).all(1), x.int().all()),
+        torch.tensor([[0, 3, 255], [2, 1, 7]], dtype=torch.uint8),
+    ),
+    "sign of a number in another dtype": (
+        lambda x, y: (x.copysign(y), x.half().copysign(y), x.long().copysign(y.double()), y.copysign(-2.0)),
+        floats(1.5, -2.0, 0.0),
+        floats(-1.0, 2.0, -0.0),
+    ),
+    "images of bytes that are resized": (
+        lambda x: (
+            functional.interpolate(x, (5, 9), mode="bilinear"),
+            functional.interpolate(x, (6, 10), mode="bicubic"),
+            functional.interpolate(x, scale_factor=(0.7, 1.3), mode="bilinear"),
+            functional.interpolate(x, (8, 10), mode="bilinear", antialias=True),
+        ),
+        (torch.arange(2 * 3 * 4 * 5) * 37 % 256).reshape(2, 3, 4, 5).to(torch.uint8),
+    ),
+    "what is scattered in half precision": (
+        lambda x, y: (
+            *(x.half().scatter_reduce(1, y, x.half(), how).float() for how in ("sum", "prod", "mean", "amax")),
+            *(x.half().index_reduce(0, y[:, 0], x.half(), how).float() for how in ("prod", "mean", "amin")),
+        ),
+        torch.arange(9.0).reshape(3, 3),
+        ints(0, 0, 1, 2, 2, 2, 0, 1, 1).reshape(3, 3),
+    ),
+    "masks and small integers that are sorted": (
+        lambda x: (
+            *x.gt(0).sort(dim=1, stable=True),
+            x.gt(0).sort(1)[0],
+            x.gt(0).msort(),
+            x.gt(0).argsort(dim=1, stable=True, descending=True),
+            x.gt(0).to(torch.uint8).argsort(dim=1, stable=True),
+            x.to(torch.int16).sort(1)[0],
+        ),
+        SCORES,
+    ),
+    "powers of integers with masks": (lambda x: (x ** (x > 0), x ** (x > 0).to(torch.uint8)), ints(3, -2, 0, 5)),
+    "products and limits of small integers": (
+        lambda x: (
+            x.to(torch.int8) @ x.to(torch.int8).T,
+            x.to(torch.int16) @ x.to(torch.int16).T,
+            x.to(torch.int16).amax(1),
+            x.to(torch.int16).amin(),
+            x.to(torch.int16).argmax(1),
+            x.to(torch.int16).clamp(-1, 3),
+            x.to(torch.int16).minimum(x.to(torch.int16).flip(0)),
+            x.to(torch.int16).maximum(x.to(torch.int16).flip(0)),
+            x.to(torch.int16).maximum(x.flip(0) * 2**40),
+            functional.max_pool2d(x.int()[None, None], 2, 1),
+        ),
+        ints(7, -3, 2, 5, 0, -9).view(2, 3),
+    ),
+    "complex division": (
+        lambda x, y: tuple(
+            torch.view_as_real(torch.view_as_complex(one) / torch.view_as_complex(other))
+            for one, other in ((x, y), (x * 1e-30, y * 1e-30), (x * 1e30, y * 1e30))
+        ),
+        floats(3, 4, -1, 2, 8, 0).view(3, 2),
+        floats(4, 2, 0, 2, 2, -2).view(3, 2),
+    ),
+    "complex powers": (
+        lambda x: (
+            torch.view_as_real(torch.view_as_complex(x) ** 2.0),
+            torch.view_as_real(torch.view_as_complex(x) ** 1),
+        ),
+        floats(1, 2, -3, 0, 0.5, -4).view(3, 2),
+    ),
+    "shares of rows beside nothing": (
+        lambda x: (
+            torch.baddbmm(torch.full((2, 2, 2), NAN), x, x, beta=0),
+            torch.addmm(torch.full((2, 2), NAN), x[0], x[1], beta=0),
+        ),
+        torch.arange(8.0).reshape(2, 2, 2),
+    ),
+    "determinants of matrices that are singular": (
+        lambda x: (*torch.linalg.slogdet(x), x.logdet()),
+        floats(1, 2, 2, 4, 0, 0, 0, 0, 2, 0, 0, 3).view(3, 2, 2),
+    ),
+    "triangular equations with a common right side": (
+        lambda x, y: torch.linalg.solve_triangular(x, y, upper=False, unitriangular=True),
+        floats(1, 0, 2, 1, 1, 0, -3, 1).view(2, 2, 2),
+        floats(1, 2, 3, 4).view(2, 2),
+    ),
+    "powers of integers beyond 64": (
+        lambda x, y: (x**y, x**70),
+        ints(0, 1, -1, 2, 2, -6, -2, -1),
+        ints(64, 100, 65, 64, 70, 64, 100, 66),
+    ),
+    "places of a number": (
+        lambda x, y: (
+            torch.searchsorted(x, 2.5),
+            torch.searchsorted(x, 3, right=True),
+            torch.bucketize(2.5, x),
+            torch.isin(x, 3.0),
+            torch.isin(3.0, x, invert=True),
+            x.scatter(0, y, x, reduce="add"),
+            x.scatter(0, y, x, reduce="multiply"),
+            x.scatter(0, y, 2.0, reduce="add"),
+            *x[0].topk(1),
+        ),
+        floats(1, 3, 4),
+        ints(2, 0, 0),
+    ),
+    "complex roots, elements and NaN": (
+        lambda x: (
+            torch.view_as_real(torch.view_as_complex(x).gather(0, ints(1, 0))),
+            torch.view_as_complex(x).isnan(),
+            torch.view_as_real(torch.view_as_complex(x).sqrt()),
+        ),
+        floats(3, 4, -4, 0, -4, -0.0, 0, 2, 0, 0, NAN, 1, 0, -8).view(7, 2),
     ),
 }
 

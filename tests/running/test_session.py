@@ -3,11 +3,12 @@
 import sys
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 
 from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
-from exportkit.running.placement import require_onnxruntime
+from exportkit.running.placement import Placement, require_onnxruntime
 from exportkit.running.session import Session
 
 pytestmark = pytest.mark.runtime
@@ -81,3 +82,36 @@ def test_empty_operand_of_a_fused_product_is_computed():
 
     assert graph.run({"a": torch.ones(2, 3, 4), "b": torch.ones(5, 2, 4)})["y"].shape == (2, 3, 5)
     assert graph.run({"a": torch.ones(2, 3, 4), "b": torch.ones(0, 2, 4)})["y"].shape == (2, 3, 0)
+
+
+def test_empty_input_of_an_operator_in_a_branch_is_refused():
+    text = """<ir_version: 10, opset_import: ["" : 18]>
+        g (float[S, B, 3] x, float[1, 12, 3] w, float[1, 12, 4] r, bool c) => (float[S, 1, B, 4] y) {
+            y = If (c) <
+                then_branch = one () => (float[S, 1, B, 4] a) { a = GRU <hidden_size = 4> (x, w, r) },
+                else_branch = two () => (float[S, 1, B, 4] b) { b = GRU <hidden_size = 4> (x, w, r) }
+            >
+        }"""
+    graph = Session(onnx.parser.parse_model(text).SerializeToString())
+    feeds = {"w": torch.ones(1, 12, 3), "r": torch.ones(1, 12, 4), "c": torch.tensor(True)}
+
+    assert graph.run({"x": torch.ones(5, 2, 3), **feeds})["y"].shape == (5, 1, 2, 4)
+    with pytest.raises(RuntimeFailure, match="would end the process"):
+        graph.run({"x": torch.ones(5, 0, 3), **feeds})
+
+
+def test_options_of_the_caller_serve_every_model_and_stay_as_they_are(tmp_path):
+    text = '<ir_version: 10, opset_import: ["" : 18]> g (float[N] x) => (float[N] y) { y = Neg(x) }'
+    model = onnx.parser.parse_model(text).SerializeToString()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.enable_profiling = 3, True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    level = options.graph_optimization_level
+
+    for given in ({"folder": tmp_path}, {"optimised": False}, {}):
+        graph = Session(model, placement=Placement(options=options), **given)
+        assert graph._session.get_session_options().intra_op_num_threads == 3
+        assert graph.run({"x": torch.ones(2)})["y"].tolist() == [-1, -1]
+    assert (options.graph_optimization_level, options.enable_profiling) == (level, True)
+    graph._session.end_profiling()
+    assert len(list(tmp_path.glob("profile*"))) == 1

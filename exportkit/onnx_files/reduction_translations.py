@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import onnx_ir
@@ -13,45 +14,42 @@ from onnx_ir.tape import Tape
 from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core, linalg, nn
 
+from exportkit.onnx_files.constants import axes_of, constant, ints, number
+
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
 
 _BLOCK = 256  # numbers that are added one after the other
 
 
-def number(value: float, like: Any) -> Any:
-    """A constant with the dtype of an argument. The dtypes of values that a form makes on the way are not known."""
-    return op.Constant(value=onnx_ir.tensor(value, dtype=like.dtype))
-
-
 # The largest and the smallest, where NaN wins over every number; onnxruntime skips it.
 
 
-def _reduced(x: Any, dim: Any, keepdim: bool, reduce: Any) -> Any:
-    axes = None if dim is None else op.Constant(value_ints=[dim] if isinstance(dim, int) else list(dim))
+def _reduced(x: Any, dim: Any = None, keepdim: bool = False, *, reduce: Any) -> Any:
     if not len(x.shape):
         return op.Identity(x)
+    dims = axes_of(dim, len(x.shape))
+    axes = None if dim in (None, [], ()) else ints(*dims)
     if x.dtype == onnx_ir.DataType.BOOL:
         return op.Cast(reduce(op.Cast(x, to=onnx_ir.DataType.UINT8), axes, keepdims=keepdim), to=x.dtype)
     if x.dtype == onnx_ir.DataType.INT64 and not _is_narrow(x):
-        return _reduced_int64(x, dim, keepdim, op.ArgMax if reduce == op.ReduceMax else op.ArgMin)
+        return _reduced_int64(x, dims, keepdim, op.ArgMax if reduce == op.ReduceMax else op.ArgMin)
     found = reduce(x, axes, keepdims=keepdim)
     if not x.dtype.is_floating_point():
         return found
     return op.Where(_any_nan(x, axes, keepdim), number(math.nan, x), found)
 
 
-def _reduced_int64(x: Any, dim: Any, keepdim: bool, place: Any) -> Any:
+def _reduced_int64(x: Any, dims: Sequence[int], keepdim: bool, place: Any) -> Any:
     """The element at its place: onnxruntime compares the lower halves of 64-bit integers in ReduceMax and ReduceMin."""
     rank = len(x.shape)
-    dims = range(rank) if dim is None else [dim] if isinstance(dim, int) else dim
     if len(dims) == rank:
-        flat = op.Reshape(x, op.Constant(value_ints=[-1]))
+        flat = op.Reshape(x, ints(-1))
         found = op.Gather(flat, place(flat, axis=0, keepdims=0))
-        return op.Reshape(found, op.Constant(value_ints=[1] * rank)) if keepdim else found
+        return op.Reshape(found, ints(*[1] * rank)) if keepdim else found
     for axis in dims:
         x = op.GatherElements(x, place(x, axis=axis, keepdims=1), axis=axis)
-    return x if keepdim else op.Squeeze(x, op.Constant(value_ints=[*dims]))
+    return x if keepdim else op.Squeeze(x, ints(*dims))
 
 
 def _any_nan(x: Any, axes: Any, keepdim: bool) -> Any:
@@ -59,14 +57,14 @@ def _any_nan(x: Any, axes: Any, keepdim: bool) -> Any:
     return op.Cast(op.ReduceMax(found, axes, keepdims=keepdim), to=onnx_ir.DataType.BOOL)
 
 
-def _place(x: Any, dim: int | None, keepdim: bool, place: Any) -> Any:
+def _place(x: Any, dim: int | None = None, keepdim: bool = False, *, place: Any) -> Any:
     """The index of the largest or smallest element, or of the first NaN; without an axis, in the flattened tensor."""
     rank, dtype = len(x.shape), x.dtype
     if not rank:
         return op.Constant(value_int=0)
     if dim is None:
-        found = _place_along(op.Reshape(x, op.Constant(value_ints=[-1])), dtype, 0, False, place)
-        return op.Reshape(found, op.Constant(value_ints=[1] * rank)) if keepdim else found
+        found = _place_along(op.Reshape(x, ints(-1)), dtype, 0, False, place)
+        return op.Reshape(found, ints(*[1] * rank)) if keepdim else found
     return _place_along(x, dtype, dim, keepdim, place)
 
 
@@ -77,39 +75,11 @@ def _place_along(x: Any, dtype: Any, dim: int, keepdim: bool, place: Any) -> Any
     if not dtype.is_floating_point():
         return found
     first = op.ArgMax(op.Cast(op.IsNaN(x), to=onnx_ir.DataType.FLOAT), axis=dim, keepdims=keepdim)
-    return op.Where(_any_nan(x, op.Constant(value_ints=[dim]), keepdim), first, found)
+    return op.Where(_any_nan(x, ints(dim), keepdim), first, found)
 
 
-def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    return _reduced(x, dim or None, keepdim, op.ReduceMax)
-
-
-def _amin(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    return _reduced(x, dim or None, keepdim, op.ReduceMin)
-
-
-def _argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _place(x, dim, keepdim, op.ArgMax)
-
-
-def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _place(x, dim, keepdim, op.ArgMin)
-
-
-def _largest(x: Any) -> Any:
-    return _reduced(x, None, False, op.ReduceMax)
-
-
-def _smallest(x: Any) -> Any:
-    return _reduced(x, None, False, op.ReduceMin)
-
-
-def _max_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    return _reduced(x, dim, keepdim, op.ReduceMax), _place(x, dim, keepdim, op.ArgMax)
-
-
-def _min_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
-    return _reduced(x, dim, keepdim, op.ReduceMin), _place(x, dim, keepdim, op.ArgMin)
+def _with_place(x: Any, dim: int, keepdim: bool = False, *, reduce: Any, place: Any) -> tuple[Any, Any]:
+    return _reduced(x, dim, keepdim, reduce=reduce), _place(x, dim, keepdim, place=place)
 
 
 def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
@@ -118,26 +88,22 @@ def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False,
         return linalg.aten_linalg_vector_norm(x, ord, dim, keepdim, dtype=dtype)
     size = op.Abs(x)
     size.dtype, size.shape = x.dtype, x.shape
-    found = _amax(size, dim, keepdim) if ord > 0 else _amin(size, dim, keepdim)
+    found = _reduced(size, dim, keepdim, reduce=op.ReduceMax if ord > 0 else op.ReduceMin)
     return found if dtype in (-1, None) else op.Cast(found, to=dtype)
 
 
 # Sums of 64-bit integers, which onnxruntime adds up in double precision.
 
 
-def _sum(x: Any, dtype: int = -1) -> Any:
-    return _sum_along(x, None, False, dtype)
-
-
-def _sum_along(x: Any, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
+def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
     def added(part: Any) -> Any:
         part.shape = x.shape
         return core.aten_sum_dim_IntList(part, [dim] if isinstance(dim, int) else dim, keepdim, dtype)
 
-    if x.dtype.is_floating_point() and len(x.shape):
-        rank = len(x.shape)
-        dims = [dim] if isinstance(dim, int) else [*(dim or range(rank))]
-        return _axis_by_axis(op.ReduceSum, x if dtype in (-1, None) else op.Cast(x, to=dtype), dims, keepdim, rank)
+    rank = len(x.shape)
+    if x.dtype.is_floating_point() and rank:
+        x = x if dtype in (-1, None) else op.Cast(x, to=dtype)
+        return _axis_by_axis(op.ReduceSum, x, axes_of(dim, rank), keepdim, rank)
     if x.dtype != onnx_ir.DataType.INT64 or not len(x.shape) or _is_narrow(x):
         return added(x)
     half = number(2**32, x)
@@ -146,17 +112,14 @@ def _sum_along(x: Any, dim: Any = None, keepdim: bool = False, dtype: int = -1) 
     return op.Add(op.Mul(high, op.CastLike(half, high)), added(low))
 
 
-def _any(x: Any, axes: Any = None, keepdim: bool = False) -> Any:
+def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Nothing is not anything; the largest of no 64-bit integers, which torch.onnx asks for, is not 0."""
+    found = op.Cast(x, to=onnx_ir.DataType.BOOL)
     if not len(x.shape):
-        return op.Cast(x, to=onnx_ir.DataType.BOOL)
-    found = op.Cast(op.Cast(x, to=onnx_ir.DataType.BOOL), to=onnx_ir.DataType.UINT8)
-    return op.Cast(op.ReduceMax(found, axes, keepdims=keepdim), to=onnx_ir.DataType.BOOL)
-
-
-def _any_along(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    dims = [dim] if isinstance(dim, int) else dim
-    return _any(x, op.Constant(value_ints=[*dims]) if dims else None, keepdim)
+        return found
+    axes = None if dim in (None, [], ()) else ints(*axes_of(dim, len(x.shape)))
+    found = op.ReduceMax(op.Cast(found, to=onnx_ir.DataType.UINT8), axes, keepdims=keepdim)
+    return op.Cast(found, to=onnx_ir.DataType.BOOL)
 
 
 def _is_narrow(x: Any) -> bool:
@@ -209,32 +172,28 @@ def _mean(x: Any, dim: Any = None, keepdim: bool = False, dtype: int | None = No
         x, kind = op.Cast(x, to=dtype), onnx_ir.DataType(dtype)
     if not len(shape):
         return op.Identity(x)
-    dims = [dim] if isinstance(dim, int) else [*(dim or range(len(shape)))]
-    axes = op.Constant(value_ints=dims)
+    dims = axes_of(dim, len(shape))
+    axes = ints(*dims)
     is_known = all(isinstance(shape[axis], int) for axis in dims)
     if len(dims) > 1 and kind in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
         # one division, as in torch: numbers that add up to 0 have a mean of 0; sums of half precision may overflow
         total = _axis_by_axis(op.ReduceSum, x, dims, keepdim, len(shape))
         if is_known:
-            return op.Div(total, op.Constant(value=onnx_ir.tensor(math.prod(shape[axis] for axis in dims), dtype=kind)))
+            return op.Div(total, constant(math.prod(shape[axis] for axis in dims), kind))
         return op.Div(total, op.Cast(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False), to=kind))
     mean = _axis_by_axis(op.ReduceMean, x, dims, keepdim, len(shape))
     if is_known and all(shape[axis] for axis in dims):
         return mean
     count = op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=False)
-    nothing = op.Constant(value=onnx_ir.tensor(math.nan, dtype=kind))
+    nothing = constant(math.nan, kind)
     return op.Where(op.Equal(count, op.Constant(value_int=0)), nothing, mean)
-
-
-def _mean_of_all(x: Any, dtype: int | None = None) -> Any:
-    return _mean(x, None, False, dtype)
 
 
 def _var(x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
     """The variance; torch never divides by a negative number, however large the correction is."""
     rank, kind = len(x.shape), x.dtype
-    dims = [dim] if isinstance(dim, int) else [*(dim or range(rank))]
-    axes = op.Constant(value_ints=dims)
+    dims = axes_of(dim, rank)
+    axes = ints(*dims)
     distance = op.Sub(x, _axis_by_axis(op.ReduceMean, x, dims, True, rank))
     squares = op.Mul(distance, distance)
     taken = float(1 if correction is None else correction)
@@ -257,7 +216,7 @@ def _axis_by_axis(reduce: Any, x: Any, dims: Sequence[int], keepdim: bool, rank:
     """
     # a single one stays as it is: fusions of norms look for the last axis, -1
     for axis in dims if len(dims) == 1 else sorted((dim % rank for dim in dims), reverse=True):
-        x = reduce(x, op.Constant(value_ints=[axis]), keepdims=keepdim)
+        x = reduce(x, ints(axis), keepdims=keepdim)
     return x
 
 
@@ -282,9 +241,9 @@ def _diagonal(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     length = op.Max(op.Min(op.Sub(rows, below), op.Sub(columns, right)), zero)
     steps = op.Range(zero, length, one)
     places = op.Add(op.Mul(op.Add(steps, below), columns), op.Add(steps, right))
-    flat = op.Constant(value_ints=[-1])
+    flat = ints(-1)
     if others:
-        flat = op.Concat(op.Gather(shape, op.Constant(value_ints=others)), flat, axis=0)
+        flat = op.Concat(op.Gather(shape, ints(*others)), flat, axis=0)
     return op.Gather(op.Reshape(op.Transpose(x, perm=[*others, first, second]), flat), places, axis=-1)
 
 
@@ -292,7 +251,7 @@ def _squeeze(x: Any, dim: Any = None) -> Any:
     """A trace with an axis of any size means sizes other than 1, for which torch keeps the axis."""
     dims = range(len(x.shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     ones = [axis for axis in dims if len(x.shape) and x.shape[axis] == 1]
-    return op.Squeeze(x, op.Constant(value_ints=ones)) if ones else op.Identity(x)
+    return op.Squeeze(x, ints(*ones)) if ones else op.Identity(x)
 
 
 # Pools of padded values. onnxruntime's optimiser merges a Pad of zeros into the pool behind it, whose own padding is
@@ -323,12 +282,12 @@ def keep_padding_apart(model: onnx_ir.Model) -> None:
 def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     if not _is_sequence(x):
         return nn.aten_group_norm(x, groups, weight, bias, eps)
-    count = op.Mul(op.Shape(x, start=2), op.Constant(value_ints=[x.shape[1] // groups]))
-    grouped = op.Reshape(x, op.Concat(op.Constant(value_ints=[0, groups]), count, axis=0))
+    count = op.Mul(op.Shape(x, start=2), ints(x.shape[1] // groups))
+    grouped = op.Reshape(x, op.Concat(ints(0, groups), count, axis=0))
     distance = op.Sub(grouped, _mean_of_blocks(grouped, count))
     variance = _mean_of_blocks(op.Mul(distance, distance), count)
     normalised = op.Div(distance, op.Sqrt(op.Add(variance, number(eps, x))))
-    found, last = op.Reshape(normalised, op.Shape(x), allowzero=True), op.Constant(value_ints=[1])
+    found, last = op.Reshape(normalised, op.Shape(x), allowzero=True), ints(1)
     found = found if weight is None else op.Mul(found, op.Unsqueeze(weight, last))
     return found if bias is None else op.Add(found, op.Unsqueeze(bias, last))
 
@@ -340,12 +299,12 @@ def _is_sequence(x: Any) -> bool:
 
 def _mean_of_blocks(x: Any, count: Any) -> Any:
     """The mean along the last of three axes, which has ``count`` numbers, from the sums of short blocks."""
-    block = op.Constant(value_ints=[_BLOCK])
+    block = ints(_BLOCK)
     padding = op.Mod(op.Neg(count), block)
-    padded = op.Pad(x, op.Concat(op.Constant(value_ints=[0] * 5), padding, axis=0))
+    padded = op.Pad(x, op.Concat(ints(*[0] * 5), padding, axis=0))
     blocks = op.Div(op.Add(count, padding), block)
-    parts = op.Reshape(padded, op.Concat(op.Constant(value_ints=[0, 0]), blocks, block, axis=0))
-    last = op.Constant(value_ints=[-1])
+    parts = op.Reshape(padded, op.Concat(ints(0, 0), blocks, block, axis=0))
+    last = ints(-1)
     total = op.ReduceSum(op.ReduceSum(parts, last, keepdims=False), last, keepdims=True)
     return op.Div(total, op.Cast(count, to=onnx_ir.DataType.FLOAT))
 
@@ -358,20 +317,18 @@ def _instance_norm(
     return _group_norm(x, x.shape[1], weight, bias, options[1])
 
 
-REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
-    aten.amax.default: _amax,
-    aten.amin.default: _amin,
-    aten.max.default: _largest,
-    aten.min.default: _smallest,
-    aten.max.dim: _max_along,
-    aten.min.dim: _min_along,
+REDUCTION_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys([aten.amax.default, aten.max.default], partial(_reduced, reduce=op.ReduceMax)),
+    **dict.fromkeys([aten.amin.default, aten.min.default], partial(_reduced, reduce=op.ReduceMin)),
+    aten.max.dim: partial(_with_place, reduce=op.ReduceMax, place=op.ArgMax),
+    aten.min.dim: partial(_with_place, reduce=op.ReduceMin, place=op.ArgMin),
     aten.any.default: _any,
-    aten.any.dim: _any_along,
-    aten.any.dims: _any_along,
-    aten.argmax.default: _argmax,
-    aten.argmin.default: _argmin,
+    aten.any.dim: _any,
+    aten.any.dims: _any,
+    aten.argmax.default: partial(_place, place=op.ArgMax),
+    aten.argmin.default: partial(_place, place=op.ArgMin),
     aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum_along,
+    aten.sum.dim_IntList: _sum,
     aten.var.correction: _var,
     torch.ops.prims.var.default: _prims_var,
     aten.var_mean.correction: _var_mean,
@@ -380,7 +337,7 @@ REDUCTION_FORMS: dict[Any, Callable[..., Any]] = {
     aten.diagonal.default: _diagonal,
     aten.diagonal_copy.default: _diagonal,
     aten.linalg_vector_norm.default: _vector_norm,
-    aten.mean.default: _mean_of_all,
+    aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,

@@ -11,8 +11,8 @@ import torch
 from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
-from exportkit.onnx_files.reduction_forms import number
-from exportkit.onnx_files.size_forms import constant_in, exact_like
+from exportkit.onnx_files.constants import constant, number
+from exportkit.onnx_files.size_translations import constant_in, exact_like
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
@@ -48,10 +48,6 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x if high is None else op.Where(op.Less(x, high), x, high)
 
 
-def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
-    return _clamp(x, min_val, max_val)
-
-
 # Signs, whole numbers and NaN, which integers do not have.
 
 
@@ -78,9 +74,7 @@ def _of_floats(form: Callable[[Any], Any], otherwise: bool | None = None) -> Cal
         if x.dtype.is_floating_point():
             return form(x)
         return (
-            op.Identity(x)
-            if otherwise is None
-            else op.Expand(op.Constant(value=onnx_ir.tensor(otherwise)), op.Shape(x))
+            op.Identity(x) if otherwise is None else op.Expand(constant(otherwise, onnx_ir.DataType.BOOL), op.Shape(x))
         )
 
     return of_any
@@ -129,7 +123,7 @@ def _number_to_pow(x: Any, exponent: Any) -> Any:
 
 def _product(x: Any, exponent: int, dtype: Any) -> Any:
     """The power of integers by squaring, in the order of the bits of the exponent."""
-    result = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
+    result = constant(1, dtype)
     if exponent == 0:
         return op.Expand(result, op.Shape(x))
     found = None
@@ -142,10 +136,10 @@ def _product(x: Any, exponent: int, dtype: Any) -> Any:
 
 
 def _int_pow(x: Any, exponent: Any, dtype: Any) -> Any:
-    """The same with exponents that are not known: 64 and more overflow, whatever the number."""
-    one = op.Constant(value=onnx_ir.tensor(1, dtype=dtype))
-    two = op.Constant(value=onnx_ir.tensor(2, dtype=dtype))
-    zero = op.Constant(value=onnx_ir.tensor(0, dtype=dtype))
+    """The same with exponents that are not known, up to 63; with larger ones, powers of even numbers overflow to 0."""
+    one = constant(1, dtype)
+    two = constant(2, dtype)
+    zero = constant(0, dtype)
     is_negative = op.Less(exponent, zero)
     result, rest = one, op.Where(is_negative, zero, exponent)
     factor = x
@@ -153,6 +147,8 @@ def _int_pow(x: Any, exponent: Any, dtype: Any) -> Any:
         is_odd = op.Equal(op.Mod(rest, two), one)
         result = op.Where(is_odd, op.Mul(result, factor), result)
         rest, factor = op.Div(rest, two), op.Mul(factor, factor)
+    overflows = op.And(op.Greater(rest, zero), op.Equal(op.Mod(x, two), zero))
+    result = op.Where(overflows, zero, result)
     # 1 / x**n is 0 unless x is 1 or -1
     sign = op.Where(op.Equal(op.Mod(exponent, two), zero), one, x)
     unit = op.Where(op.Equal(op.Abs(x), one), sign, zero)
@@ -185,7 +181,7 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 
 def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
     if x.dtype == onnx_ir.DataType.BOOL:
-        value = op.Constant(value=onnx_ir.tensor(bool(value))) if isinstance(value, bool | int | float) else value
+        value = constant(bool(value), x.dtype) if isinstance(value, bool | int | float) else value
         return op.Or(op.And(mask, op.Cast(value, to=x.dtype)), op.And(op.Not(mask), x))
     return op.Where(mask, op.CastLike(as_value(value, x), x), x)
 
@@ -208,7 +204,7 @@ def _int_mm(x: Any, y: Any) -> Any:
     return op.MatMulInteger(x, y)
 
 
-INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
+INTEGER_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten._int_mm.default: _int_mm,
     aten.add.Tensor: _add,
     aten.addmm.default: _addmm,
@@ -220,7 +216,6 @@ INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
     aten.clamp_max.default: lambda x, max: _clamp(x, None, max),
     aten.clamp_max.Tensor: lambda x, max: _clamp(x, None, max),
     aten.floor.default: _of_floats(op.Floor),
-    aten.hardtanh.default: _hardtanh,
     aten.isfinite.default: _of_floats(lambda x: op.Not(op.Or(op.IsNaN(x), op.IsInf(x))), True),
     aten.isinf.default: _of_floats(op.IsInf, False),
     aten.isnan.default: _of_floats(op.IsNaN, False),
@@ -234,7 +229,6 @@ INTEGER_FORMS: dict[Any, Callable[..., Any]] = {
     aten.pow.Tensor_Scalar: _pow_to_number,
     aten.pow.Tensor_Tensor: _pow,
     aten.relu.default: lambda x: op.Relu(x) if x.dtype.is_floating_point() else _clamp(x, 0),
-    aten.relu6.default: lambda x: _clamp(x, 0, 6),
     aten.round.default: _of_floats(op.Round),
     aten.sign.default: _sign,
     aten.sub.Scalar: _less_number,

@@ -20,6 +20,7 @@ from onnxscript.function_libs.torch_lib.ops import core
 
 from exportkit._torch_compat.graph import ITEM
 from exportkit._torch_compat.symbolic_shapes import symbolic_square_root
+from exportkit.onnx_files.constants import constant, ints
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
@@ -38,7 +39,7 @@ def _is_float(value: Any) -> bool:
 def _exact(value: Any) -> Any:
     """The number in double precision."""
     if isinstance(value, bool | int | float):
-        return op.Constant(value=onnx_ir.tensor(float(value), dtype=_DOUBLE))
+        return constant(float(value), _DOUBLE)
     return value.meta.get(_EXACT) or op.Cast(value, to=_DOUBLE)
 
 
@@ -108,14 +109,14 @@ def exact_like(value: Any, dtype: Any) -> Any:
         dtype: The dtype of the tensor.
     """
     if isinstance(value, float):  # of which torch.onnx keeps the digits of single precision
-        return op.Constant(value=onnx_ir.tensor(value, dtype=_DOUBLE)) if dtype == _DOUBLE else value
+        return constant(value, _DOUBLE) if dtype == _DOUBLE else value
     return value.meta[_EXACT] if dtype == _DOUBLE and _EXACT in getattr(value, "meta", {}) else value
 
 
 def _item(x: Any) -> Any:
     """The number in a tensor."""
     if x.dtype.is_floating_point():
-        return _float(op.Cast(op.Reshape(x, op.Constant(value_ints=[])), to=_DOUBLE))
+        return _float(op.Cast(op.Reshape(x, ints()), to=_DOUBLE))
     return core.aten__local_scalar_dense(x)
 
 
@@ -166,7 +167,7 @@ def _whole(value: Any) -> Any:
     return op.Constant(value_int=value) if isinstance(value, int) else value
 
 
-SIZE_FORMS: dict[Any, Callable[..., Any]] = {
+SIZE_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     operator.add: _binary(op.Add),
     operator.sub: _binary(op.Sub),
     operator.mul: _binary(op.Mul),

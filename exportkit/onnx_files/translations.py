@@ -1,7 +1,7 @@
 """Operators in ONNX where the form that torch.onnx writes computes other numbers than torch, or where it has none.
 
-Each function writes one operator of torch with those of ONNX. Values are those of the graph, or numbers. The forms are
-tested one by one in ``tests/onnx_files/test_forms.py``, and all operators by ``make conformance``.
+Each function writes one operator of torch with those of ONNX. Values are those of the graph, or numbers. The
+translations are tested one by one in ``tests/onnx_files/test_forms.py``, and all operators by ``make conformance``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core, special
 
 from exportkit._torch_compat.graph import FFT_R2C
-from exportkit.onnx_files.integer_forms import INTEGER_FORMS, as_operand, as_value
-from exportkit.onnx_files.reduction_forms import REDUCTION_FORMS, number
+from exportkit.onnx_files.constants import constant, ints, number
+from exportkit.onnx_files.integer_translations import INTEGER_TRANSLATIONS, as_operand, as_value
+from exportkit.onnx_files.reduction_translations import REDUCTION_TRANSLATIONS
 from exportkit.onnx_files.resizing import RESIZING
-from exportkit.onnx_files.selected_matrices import SELECTED_FORMS
-from exportkit.onnx_files.size_forms import SIZE_FORMS
+from exportkit.onnx_files.selected_matrices import SELECTED_TRANSLATIONS
+from exportkit.onnx_files.size_translations import SIZE_TRANSLATIONS
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers
@@ -175,7 +176,7 @@ def _atan2(y: Any, x: Any) -> Any:
     if not kind.is_floating_point():
         kind = onnx_ir.DataType.FLOAT
         x, y = op.Cast(x, to=kind), op.Cast(y, to=kind)
-    zero, one, half = (op.Constant(value=onnx_ir.tensor(value, dtype=kind)) for value in (0, 1, math.pi / 2))
+    zero, one, half = (constant(value, kind) for value in (0, 1, math.pi / 2))
     width, height = op.Abs(x), op.Abs(y)
     is_steep = op.Greater(height, width)
     longer = op.Where(is_steep, height, width)
@@ -191,7 +192,7 @@ def _atan2(y: Any, x: Any) -> Any:
 def _angle(x: Any) -> Any:
     kind = x.dtype if x.dtype.is_floating_point() else onnx_ir.DataType.FLOAT
     turned = op.Cast(op.Less(x, number(0, x)), to=kind)
-    angle = op.Mul(turned, op.Constant(value=onnx_ir.tensor(math.pi, dtype=kind)))
+    angle = op.Mul(turned, constant(math.pi, kind))
     return op.Where(op.IsNaN(x), x, angle) if x.dtype.is_floating_point() else angle
 
 
@@ -217,14 +218,14 @@ def _is_negative(x: Any, zero: Any, one: Any) -> Any:
 
 def _transform(x: Any, dim: Any, normalization: int, onesided: bool) -> Any:
     """The transform of real numbers; a complex number is a pair along the last axis."""
-    wide = op.Unsqueeze(op.Cast(x, to=onnx_ir.DataType.DOUBLE), op.Constant(value_ints=[0, -1]))
+    wide = op.Unsqueeze(op.Cast(x, to=onnx_ir.DataType.DOUBLE), ints(0, -1))
     for axis in reversed(dim):
         wide = op.DFT(wide, axis=axis + 1, onesided=onesided and axis == dim[-1])
     if normalization:
-        count = op.ReduceProd(op.Gather(op.Shape(x), op.Constant(value_ints=list(dim))), keepdims=False)
+        count = op.ReduceProd(op.Gather(op.Shape(x), ints(*dim)), keepdims=False)
         count = op.Cast(count, to=onnx_ir.DataType.DOUBLE)
         wide = op.Div(wide, op.Sqrt(count) if normalization == 1 else count)
-    return op.Cast(op.Squeeze(wide, op.Constant(value_ints=[0])), to=x.dtype)
+    return op.Cast(op.Squeeze(wide, ints(0)), to=x.dtype)
 
 
 def _short_transform(x: Any, n_fft: int, *options: Any, window: Any = None, **named: Any) -> Any:
@@ -244,26 +245,26 @@ def _wide(x: Any) -> Any:
 
 def _masked_select(x: Any, mask: Any) -> Any:
     shape = op.Shape(op.Expand(mask, op.Shape(x)))
-    rows = [op.Reshape(op.Expand(value, shape), op.Constant(value_ints=[-1])) for value in (x, mask)]
+    rows = [op.Reshape(op.Expand(value, shape), ints(-1)) for value in (x, mask)]
     return op.Compress(*rows, axis=0)
 
 
 def _nonzero(x: Any) -> Any:
     if len(x.shape):
         return op.Transpose(op.NonZero(x), perm=[1, 0])
-    found = op.NonZero(op.Reshape(x, op.Constant(value_ints=[1])))  # without axes: as many rows, and no columns
-    return op.Slice(op.Transpose(found, perm=[1, 0]), *(op.Constant(value_ints=[i]) for i in (0, 0, 1)))
+    found = op.NonZero(op.Reshape(x, ints(1)))  # without axes: as many rows, and no columns
+    return op.Slice(op.Transpose(found, perm=[1, 0]), *(ints(i) for i in (0, 0, 1)))
 
 
 def _unique_consecutive(x: Any, _inverse: bool = False, _counts: bool = False, dim: Any = None) -> Any:
     """Neighbours compared with each other; torch.onnx takes no last axis, and one value for another one."""
     if len(x.shape) > 1 and dim is not None:
         raise NotImplementedError("unique_consecutive() along an axis of several")
-    zero, one, end = (op.Constant(value_ints=[number]) for number in (0, 1, 2**63 - 1))
-    flat = op.Reshape(x, op.Constant(value_ints=[-1]))
-    differs = op.Not(op.Equal(op.Slice(flat, one, end), op.Slice(flat, zero, op.Constant(value_ints=[-1]))))
+    zero, one, end = (ints(number) for number in (0, 1, 2**63 - 1))
+    flat = op.Reshape(x, ints(-1))
+    differs = op.Not(op.Equal(op.Slice(flat, one, end), op.Slice(flat, zero, ints(-1))))
     first = op.Cast(op.Shape(op.Slice(flat, zero, one)), to=onnx_ir.DataType.INT64)
-    is_new = op.Concat(op.Expand(op.Constant(value=onnx_ir.tensor([True])), first), differs, axis=0)
+    is_new = op.Concat(op.Expand(constant([True], onnx_ir.DataType.BOOL), first), differs, axis=0)
     inverse = op.Sub(op.CumSum(op.Cast(is_new, to=onnx_ir.DataType.INT64), zero), one)
     count = op.Shape(flat)
     places = op.Compress(op.Range(*(op.Squeeze(limit) for limit in (zero, count, one))), is_new, axis=0)
@@ -284,22 +285,22 @@ def _repeat_evenly(x: Any, repeats: Any, dim: int | None = None, **_options: Any
     if isinstance(repeats, int):
         return core.aten_repeat_interleave_self_int(x, repeats, dim)
     axis, rank = (0, 1) if dim is None else (dim % len(x.shape), len(x.shape))
-    x = op.Reshape(x, op.Constant(value_ints=[-1])) if dim is None else x
-    ones = [op.Constant(value_ints=[1] * count) for count in (axis + 1, rank - axis - 1)]
+    x = op.Reshape(x, ints(-1)) if dim is None else x
+    ones = [ints(*[1] * count) for count in (axis + 1, rank - axis - 1)]
     repeated = op.Expand(
-        op.Unsqueeze(x, op.Constant(value_ints=[axis + 1])),
-        op.Concat(ones[0], op.Reshape(repeats, op.Constant(value_ints=[1])), ones[1], axis=0),
+        op.Unsqueeze(x, ints(axis + 1)),
+        op.Concat(ones[0], op.Reshape(repeats, ints(1)), ones[1], axis=0),
     )
-    size = op.Mul(op.Shape(x, start=axis, end=axis + 1), op.Reshape(repeats, op.Constant(value_ints=[1])))
+    size = op.Mul(op.Shape(x, start=axis, end=axis + 1), op.Reshape(repeats, ints(1)))
     return op.Reshape(repeated, op.Concat(op.Shape(x, end=axis), size, op.Shape(x, start=axis + 1), axis=0))
 
 
 def _bincount(x: Any, weights: Any = None, minlength: Any = 0) -> Any:
     """With weights, and with a size as ``minlength``; torch's own form has neither."""
     kind = onnx_ir.DataType.INT64
-    x, one, zero = op.Cast(x, to=kind), op.Constant(value_ints=[1]), op.Constant(value_ints=[0])
+    x, one, zero = op.Cast(x, to=kind), ints(1), ints(0)
     length = op.ReduceMax(op.Concat(zero, op.Add(x, one), axis=0), keepdims=True)
-    least = op.Constant(value_ints=[minlength]) if isinstance(minlength, int) else op.Reshape(minlength, one)
+    least = ints(minlength) if isinstance(minlength, int) else op.Reshape(minlength, one)
     length = op.Max(length, least)
     if weights is not None:
         kind = onnx_ir.DataType.FLOAT if weights.dtype == onnx_ir.DataType.FLOAT else onnx_ir.DataType.DOUBLE
@@ -319,7 +320,7 @@ def _mish_backward(gradient: Any, x: Any) -> Any:
     return op.Mul(gradient, op.Add(bent, op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(number(1, x), op.Mul(bent, bent)))))
 
 
-FORMS: dict[Any, Callable[..., Any]] = {
+TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.remainder.Tensor: _remainder,
     aten.remainder.Scalar: _remainder,
     aten.fmod.Tensor: _fmod,
@@ -349,9 +350,9 @@ FORMS: dict[Any, Callable[..., Any]] = {
     aten.mish_backward.default: _mish_backward,
     aten.repeat_interleave.Tensor: lambda repeats, **_: core.aten_repeat_interleave_Tensor(repeats),
     aten.repeat_interleave.self_int: _repeat_evenly,
-    **INTEGER_FORMS,
-    **REDUCTION_FORMS,
+    **INTEGER_TRANSLATIONS,
+    **REDUCTION_TRANSLATIONS,
     **RESIZING,
-    **SELECTED_FORMS,
-    **SIZE_FORMS,
+    **SELECTED_TRANSLATIONS,
+    **SIZE_TRANSLATIONS,
 }
