@@ -21,12 +21,13 @@ from exportkit.calls.parts import Edge
 from exportkit.folder.checked import CheckedFiles, inside
 from exportkit.json_data import InvalidDataError, Positive, Size, as_json_data
 from exportkit.onnx_files.contract import Contract, Runtime
-from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph, Tensors
+from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import Fill, MissingDefaults, dependent_outputs, filled
 from exportkit.programs.domain import Domain
+from exportkit.running.compare import Tensors
 from exportkit.trees import flatten
 from exportkit.trees.json_form import dump_tree, load_value
 
