@@ -51,6 +51,7 @@ _ARITHMETIC = (
     "or",
     "xor",
 )
+_MOST_HASHED = 2**12  # elements; larger tensors are told apart by their identity
 _COMPARING = frozenset({"COMPARE_OP", "CONTAINS_OP"})
 _CHANGES: Mapping[str, Callable[..., Any]] = {
     "neg": operator.neg, "abs": abs, "round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc,
@@ -169,6 +170,35 @@ def tensors_read(
     return found
 
 
+class _Questions:
+    """What code asks about the values of tensors: how numbers in tensors were calculated, and from which values."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._asked: set[Any] = set()
+
+    def note(self, calculation: Sequence[Any], result: torch.Tensor) -> None:
+        """Notes how a tensor without axes was calculated: by which function, and from which arguments."""
+        if not result.ndim:
+            self._known[id(result)] = result, tuple(map(self._described, calculation))
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a question is asked for the first time."""
+        question = self._described(tensor)
+        is_new = question not in self._asked
+        self._asked.add(question)
+        return is_new
+
+    def _described(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return repr(_plain(value))
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        if value.numel() > _MOST_HASHED:
+            return id(value)
+        return tuple(value.shape), str(value.dtype), tuple(value.detach().flatten().tolist())
+
+
 class SizeReads(TorchFunctionMode):
     """Notes the sizes that code reads from tensors while it is active, and what it compares them with.
 
@@ -177,7 +207,8 @@ class SizeReads(TorchFunctionMode):
 
     Attributes:
         log: What was read and compared, in order.
-        branches: Where code branches on the value of a tensor, with the outcomes.
+        branches: Where code branches on the value of a tensor, with the outcomes. A question that was asked before
+            is left out: its outcome is known.
         numbers: Where code reads numbers from tensors: file and line.
     """
 
@@ -187,6 +218,7 @@ class SizeReads(TorchFunctionMode):
         self.log: list[tuple[Any, ...]] = []
         self.branches: dict[Place, set[bool]] = {}
         self.numbers: set[str] = set()
+        self._questions = _Questions()
         self._code: dict[int, Code] = {}
         self._tracers: list[Any] = []
 
@@ -264,8 +296,12 @@ class SizeReads(TorchFunctionMode):
         if isinstance(result, torch.Size):
             self.log.append((name, *result))
             return torch.Size([_noting(size, self.log) for size in result])
-        if name == "__bool__" or name in _NUMBERS:
-            self._note_values(result, is_branch=name == "__bool__" or (name == "item" and type(result) is bool))
+        if isinstance(result, torch.Tensor):
+            self._questions.note((name, *args, *(kwargs or {}).values()), result)
+        elif name == "__bool__" or name in _NUMBERS:
+            is_branch = name == "__bool__" or (name == "item" and type(result) is bool)
+            if not is_branch or self._questions.is_new(args[0]):
+                self._note_values(result, is_branch)
         elif type(result) is int:
             self.log.append((name, result))
             if name == "__len__":  # `len` returns a plain number

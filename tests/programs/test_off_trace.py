@@ -294,3 +294,24 @@ def test_a_write_that_changed_no_recorded_value_is_written_back(tmp_path):
     x = R(2, 4) * 5
     graph(x)
     assert x.max() <= 1
+
+
+class AsksAgain(torch.nn.Module):
+    """Returns early if nothing is masked, so that the second question has one answer."""
+
+    def forward(self, x, mask, y=None):
+        if y is None:
+            if mask.all():
+                return x * 2
+            if mask[:, : x.shape[1]].all():
+                return x * 3
+        return x * 2 * mask[..., None] + x * 2 * ~mask[..., None]
+
+
+def test_a_question_that_was_answered_before_is_no_branch(tmp_path):
+    model, mask = AsksAgain(), torch.ones(4, 5, dtype=torch.bool)
+    mask[0, 0] = False
+    calls = [(R(4, 5, 2), mask, R(3)), (R(4, 5, 2), mask), (R(3, 7, 2), mask.new_ones(3, 7), R(3))]
+    exported = exportkit.export(model, observed(model, calls))
+    assert len(exported.programs) == 1
+    assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
