@@ -175,19 +175,20 @@ class _Questions:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._asked: set[Any] = set()
+        self._answers: dict[Any, bool] = {}
 
     def note(self, calculation: Sequence[Any], result: torch.Tensor) -> None:
         """Notes how a tensor without axes was calculated: by which function, and from which arguments."""
         if not result.ndim:
             self._known[id(result)] = result, tuple(map(self._described, calculation))
 
-    def is_new(self, tensor: torch.Tensor) -> bool:
-        """Returns whether a question is asked for the first time."""
-        question = self._described(tensor)
-        is_new = question not in self._asked
-        self._asked.add(question)
-        return is_new
+    def answer(self, tensor: torch.Tensor) -> bool | None:
+        """Returns the answer to a question that was asked before; None for a new one."""
+        return self._answers.get(self._described(tensor))
+
+    def take(self, tensor: torch.Tensor, answer: bool) -> None:
+        """Takes the answer to a question."""
+        self._answers[self._described(tensor)] = answer
 
     def _described(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -204,6 +205,7 @@ class SizeReads(TorchFunctionMode):
 
     Args:
         with_code: Also note which code runs, apart from that of torch; a debugger does not stop there meanwhile.
+        forced: Which branch code takes at some places, whatever the values are; also where it asks the same again.
 
     Attributes:
         log: What was read and compared, in order.
@@ -212,9 +214,9 @@ class SizeReads(TorchFunctionMode):
         numbers: Where code reads numbers from tensors: file and line.
     """
 
-    def __init__(self, with_code: bool = False) -> None:
+    def __init__(self, with_code: bool = False, forced: Mapping[Place, bool] = MappingProxyType({})) -> None:
         super().__init__()
-        self._with_code = with_code
+        self._with_code, self._forced = with_code, forced
         self.log: list[tuple[Any, ...]] = []
         self.branches: dict[Place, set[bool]] = {}
         self.numbers: set[str] = set()
@@ -299,9 +301,7 @@ class SizeReads(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             self._questions.note((name, *args, *(kwargs or {}).values()), result)
         elif name == "__bool__" or name in _NUMBERS:
-            is_branch = name == "__bool__" or (name == "item" and type(result) is bool)
-            if not is_branch or self._questions.is_new(args[0]):
-                self._note_values(result, is_branch)
+            return self._answer(args[0], result, name == "__bool__" or (name == "item" and type(result) is bool))
         elif type(result) is int:
             self.log.append((name, result))
             if name == "__len__":  # `len` returns a plain number
@@ -309,20 +309,36 @@ class SizeReads(TorchFunctionMode):
             return _noting(result, self.log)
         return result
 
-    def _note_values(self, result: Any, is_branch: bool) -> None:
+    def _answer(self, asked: torch.Tensor, result: Any, is_branch: bool) -> Any:
+        """The Python value that code gets for a tensor, which is noted."""
         place = place_asking(sys._getframe(2))
-        if _is_model_code(place[0]) and is_branch:
-            self.branches.setdefault(place, set()).add(bool(result))
-        elif _is_model_code(place[0]):
+        if not _is_model_code(place[0]):
+            return result
+        if not is_branch:
             self.numbers.add(f"{place[0]}:{place[1]}")
+            return result
+        known = self._questions.answer(asked)
+        if known is not None:
+            return known
+        self.branches.setdefault(place, set()).add(result)
+        answer = self._forced.get(place, result)
+        self._questions.take(asked, answer)
+        return answer
 
 
 _is_model_code = functools.lru_cache(maxsize=1024)(is_model_code)
 
 
-def size_reads(run: Callable[[], Result]) -> tuple[SizeReads, Result] | tuple[None, None]:
-    """Returns which sizes are read and which code runs while a function runs, and its result; None if it raises."""
-    found = SizeReads(with_code=True)
+def size_reads(
+    run: Callable[[], Result], forced: Mapping[Place, bool] = MappingProxyType({})
+) -> tuple[SizeReads, Result] | tuple[None, None]:
+    """Returns which sizes are read and which code runs while a function runs, and its result; None if it raises.
+
+    Args:
+        run: The function.
+        forced: Which branch code takes at some places, whatever the values are.
+    """
+    found = SizeReads(with_code=True, forced=forced)
     try:
         with found:
             return found, run()

@@ -30,6 +30,8 @@ from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import UNTRIED, Turns
 from exportkit.programs.value_branches import value_branch
+from exportkit.rewrites.model_code import Place
+from exportkit.running.compare import Tensors
 from exportkit.running.eager import EagerRunner, run_eager
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import Runner, compare_calls
@@ -141,8 +143,9 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
     def reads(made: Callable[[], Call]) -> SizeReads | None:
         return size_reads(lambda: run_eager(traced.model, traced.method, made()))[0]
 
-    def compared(call: Call) -> tuple[str, SizeReads | None]:
-        return next(filter(None, _compared(traced, call, of_all_magnitudes=False)), ""), reads(lambda: call)
+    def compared(call: Call, forced: Mapping[Place, bool]) -> tuple[str, SizeReads | None]:
+        noted = SizeReads(with_code=True, forced=forced)
+        return next(filter(None, _compared(traced, call, of_all_magnitudes=False, noted=noted)), ""), noted
 
     without = reads(lambda: call)
     completed = reads(lambda: completed_call(traced.plan, traced.observation, call, traced.defaults.values))
@@ -164,8 +167,17 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
         yield from _compared(traced, call, of_all_magnitudes=False)
 
 
-def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True) -> Iterator[str]:
-    """Yields how the result without some inputs differs with defaults, also with values of all magnitudes and signs."""
+def _compared(
+    traced: TracedProgram, call: Call, of_all_magnitudes: bool = True, noted: SizeReads | None = None
+) -> Iterator[str]:
+    """Yields how the result without some inputs differs with defaults, also with values of all magnitudes and signs.
+
+    Args:
+        traced: The program.
+        call: The call.
+        of_all_magnitudes: Whether other values are tried.
+        noted: Notes what the model reads where it runs without the inputs.
+    """
     plan, observation = traced.plan, traced.observation
 
     def simplified(runner: Runner) -> Runner:
@@ -173,6 +185,10 @@ def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True)
 
     def completed(runner: Runner) -> Runner:
         return lambda call: runner(completed_call(plan, observation, call, traced.defaults.values))
+
+    def without(call: Call) -> Tensors:
+        with contextlib.nullcontext() if noted is None else noted:
+            return model(call)
 
     model = simplified(EagerRunner(traced.model, traced.method))
     program = simplified(ProgramRunner(traced.program, traced.input_paths, traced.output_paths))
@@ -185,7 +201,7 @@ def _compared(traced: TracedProgram, call: Call, of_all_magnitudes: bool = True)
         found = ""
         for runner in (program, model):
             outcome = next(
-                iter(compare_calls(model, completed(runner), [given], beyond_rounding(model, traced.model))), None
+                iter(compare_calls(without, completed(runner), [given], beyond_rounding(without, traced.model))), None
             )
             if outcome is None:
                 break

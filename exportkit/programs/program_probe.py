@@ -30,6 +30,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns, fulfils
 from exportkit.programs.value_branches import value_branch
+from exportkit.rewrites.model_code import Place
 from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors
 from exportkit.running.masks import Padding
@@ -155,12 +156,13 @@ class ProgramProbe:
     def _value_branch(self, sizes: Mapping[str, int], start: SizeReads, known: Sequence[SizeReads]) -> str:
         traced = self._traced
 
-        def compared(call: Call) -> tuple[str, SizeReads | None]:
-            reads, answered = size_reads(lambda: self._answered(call))
-            try:
-                return "" if answered is None else self._difference_in(answered), reads
-            except OtherWay:
-                return "", reads
+        def compared(call: Call, forced: Mapping[Place, bool]) -> tuple[str, SizeReads | None]:
+            def difference() -> str:
+                answered = self._answered(call)
+                return "" if answered is None else self._difference_in(answered)
+
+            reads, found = size_reads(difference, forced)  # none if the program refuses the call
+            return found or "", reads
 
         with warnings.catch_warnings(action="ignore"), contextlib.suppress(ArgumentError):
             call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)

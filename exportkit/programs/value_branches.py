@@ -9,17 +9,16 @@ to make no difference. Numbers that it reads from tensors may decide anything.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from exportkit.calls.call import Call
 from exportkit.probing.other_values import with_other_values
 from exportkit.probing.size_reads import SizeReads
-from exportkit.rewrites.branches import decisions_noted
 from exportkit.rewrites.model_code import Place
 
-# Says how the program departs from the model for a call, and what the model read; empty if it does not depart or the
-# model raises.
-Compared = Callable[[Call], tuple[str, SizeReads | None]]
+# Says how the program departs from the model for a call, and what the model read, given which branches it takes at some
+# places; empty if it does not depart or the model raises.
+Compared = Callable[[Call, Mapping[Place, bool]], tuple[str, SizeReads | None]]
 
 
 def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compared: Compared) -> str:
@@ -35,7 +34,7 @@ def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compa
         return ""
     numbers, taken = set[str](), defaultdict[Place, dict[bool, Call]](dict)
     for tried in (call, *with_other_values(call)):
-        difference, found = ("", start) if tried is call else compared(tried)
+        difference, found = ("", start) if tried is call else compared(tried, {})
         if difference:
             return "the result differs for inputs of a different scale"
         if found is None:
@@ -48,8 +47,7 @@ def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compa
     for place, outcomes in taken.items():
         if len(outcomes) == 1:
             ((outcome, tried),) = outcomes.items()
-            with decisions_noted({place: not outcome}):
-                difference, _ = compared(tried)
+            difference, _ = compared(tried, {place: not outcome})
             if difference:
                 return f"it branches on the values of a tensor, and only one branch is known ({place[0]}:{place[1]})"
     return f"it reads numbers from tensors, which may decide anything ({min(numbers)})" if numbers else ""
