@@ -3,7 +3,7 @@
 Two runs of a model with the same operators may still decide by sizes in different ways: ``flag and x.shape[1] > 1000``
 asks only if there is a flag, and runs with short inputs do not show it. Comparisons of sizes show how they come out at
 other sizes; other code, such as ``math.sqrt(x.shape[1]) > 31``, is only known to have run. A trace does not notice that
-code makes text of a size, such as a key of a cache, so that is noted, too.
+code makes text of a size, such as a key of a cache, so that is noted as well.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import math
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.calls.call import Call
+from exportkit.probing.noted_sizes import Lost, SizeComparison, Text, note_use, noted_size, plain_number
 from exportkit.rewrites.branches import place_asking
 from exportkit.rewrites.model_code import Place, is_model_code
 from exportkit.running.eager import run_eager
@@ -32,66 +30,10 @@ from exportkit.trees import flatten, join
 
 Result = TypeVar("Result")
 
-_OWN = f"{Path(__file__).parents[1]}{os.sep}"  # what exportkit compares on its way to the model is left out
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_NOT_THE_MODELS = (_OWN, _TORCH)
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-_ARITHMETIC = (
-    "add",
-    "sub",
-    "mul",
-    "floordiv",
-    "mod",
-    "divmod",
-    "truediv",
-    "pow",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
-)
 _MOST_HASHED = 2**12  # elements; larger tensors are told apart by their identity
 _COMPARING = frozenset({"COMPARE_OP", "CONTAINS_OP"})
-_CHANGES: Mapping[str, Callable[..., Any]] = {
-    "neg": operator.neg, "abs": abs, "round": round, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc,
-}  # fmt: skip
 # Functions of tensors that return Python numbers; `item` and `bool` may return what a branch asks for.
 _NUMBERS = frozenset({"item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose", "numpy"})
-
-
-class SizeComparison(NamedTuple):
-    """A comparison of a size, or of a number that is calculated from sizes.
-
-    Attributes:
-        place: Where it is: file, line, and position in the code of the function.
-        operator: Its name, such as ``lt``.
-        limit: The right side, if it does not come from sizes.
-    """
-
-    place: tuple[str, int, int]
-    operator: str
-    limit: float | None
-
-
-class Text(NamedTuple):
-    """Code that makes text of a size.
-
-    Attributes:
-        place: File and line.
-    """
-
-    place: str
-
-
-class Lost(NamedTuple):
-    """Code that makes a plain number of a size, or looks it up: how that is compared is not seen.
-
-    Attributes:
-        place: File and line.
-    """
-
-    place: str
 
 
 class Code(NamedTuple):
@@ -192,7 +134,7 @@ class _Questions:
 
     def _described(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return repr(_plain(value))
+            return repr(plain_number(value))
         if id(value) in self._known:
             return self._known[id(value)][1]
         if value.numel() > _MOST_HASHED:
@@ -297,7 +239,7 @@ class SizeReads(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if isinstance(result, torch.Size):
             self.log.append((name, *result))
-            return torch.Size([_noting(size, self.log) for size in result])
+            return torch.Size([noted_size(size, self.log) for size in result])
         if isinstance(result, torch.Tensor):
             self._questions.note((name, *args, *(kwargs or {}).values()), result)
         elif name == "__bool__" or name in _NUMBERS:
@@ -305,8 +247,8 @@ class SizeReads(TorchFunctionMode):
         elif type(result) is int:
             self.log.append((name, result))
             if name == "__len__":  # `len` returns a plain number
-                _note_use(Lost, self.log, past_torch=True)
-            return _noting(result, self.log)
+                note_use(Lost, self.log, past_torch=True)
+            return noted_size(result, self.log)
         return result
 
     def _answer(self, asked: torch.Tensor, result: Any, is_branch: bool) -> Any:
@@ -344,116 +286,3 @@ def size_reads(
             return found, run()
     except Exception:
         return None, None
-
-
-class _Noting:
-    """A number that is calculated from sizes, and notes how it is compared."""
-
-    log: list[tuple[Any, ...]]
-
-    def __bool__(self) -> bool:
-        self.note("ne", 0)
-        return bool(_plain(self) != 0)
-
-    def note(self, name: str, other: Any) -> None:
-        """Notes that the caller of the caller compares this number."""
-        frame = sys._getframe(2)
-        place = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
-        if not place[0].startswith(_OWN):
-            comparison = SizeComparison(place, name, None if isinstance(other, _Noting) else _plain(other))
-            self.log.append((comparison, _plain(self), _plain(other)))
-
-    def __repr__(self) -> str:
-        _note_use(Text, self.log)
-        return repr(_plain(self))
-
-    def __format__(self, spec: str) -> str:
-        _note_use(Text, self.log)
-        return format(_plain(self), spec)
-
-    def __int__(self) -> int:
-        _note_use(Lost, self.log)
-        return int(_plain(self))
-
-    def __float__(self) -> float:
-        _note_use(Lost, self.log)
-        return float(_plain(self))
-
-    def __hash__(self) -> int:
-        _note_use(Lost, self.log)
-        return hash(_plain(self))
-
-
-class _Size(_Noting, int):
-    """A size, or an integer that is calculated from sizes."""
-
-
-class _Fraction(_Noting, float):
-    """Any other number that is calculated from sizes."""
-
-
-def _note_use(kind: Callable[[str], tuple[Any, ...]], log: list[tuple[Any, ...]], past_torch: bool = False) -> None:
-    """Notes that the caller of the caller makes something else of a size, or what called torch for it."""
-    frame = sys._getframe(2)
-    while past_torch and frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    if not frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
-        log.append((kind(f"{frame.f_code.co_filename}:{frame.f_lineno}"),))
-
-
-def _plain(value: Any) -> Any:
-    """Python's own number."""
-    if isinstance(value, int):
-        return int.__int__(value)
-    return float.__float__(value) if isinstance(value, float) else value
-
-
-def _noting(value: Any, log: list[tuple[Any, ...]]) -> Any:
-    """The same number, which notes how it is compared."""
-    if type(value) is not int and type(value) is not float:
-        return value
-    found: Any = _Size(value) if type(value) is int else _Fraction(value)
-    found.log = log
-    return found
-
-
-def _comparing(name: str) -> Callable[[_Noting, Any], Any]:
-    compare = getattr(operator, name)
-
-    def compared(self: _Noting, other: Any) -> Any:
-        if not isinstance(other, int | float):
-            return NotImplemented
-        self.note(name, other)
-        return compare(_plain(self), _plain(other))
-
-    return compared
-
-
-def _calculating(calculate: Callable[..., Any], reflected: bool) -> Callable[[_Noting, Any], Any]:
-    def calculated(self: _Noting, other: Any) -> Any:
-        if not isinstance(other, int | float):
-            return NotImplemented
-        values = (_plain(other), _plain(self)) if reflected else (_plain(self), _plain(other))
-        found = calculate(*values)
-        if isinstance(found, tuple):  # of divmod
-            return tuple([_noting(part, self.log) for part in found])
-        return _noting(found, self.log)
-
-    return calculated
-
-
-def _changing(change: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: _Noting, *options: Any) -> Any:
-        return _noting(change(_plain(self), *options), self.log)
-
-    return changed
-
-
-for _name in _COMPARISONS:
-    setattr(_Noting, f"__{_name}__", _comparing(_name))
-for _name in _ARITHMETIC:
-    _function = divmod if _name == "divmod" else getattr(operator, f"__{_name}__")
-    setattr(_Noting, f"__{_name}__", _calculating(_function, False))
-    setattr(_Noting, f"__r{_name}__", _calculating(_function, True))
-for _name, _function in _CHANGES.items():
-    setattr(_Noting, f"__{_name}__", _changing(_function))

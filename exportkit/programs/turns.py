@@ -20,7 +20,8 @@ from typing import NamedTuple
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled
 from exportkit.plan.small_sizes import Pattern, larger_sizes, small
-from exportkit.probing.size_reads import SizeComparison, SizeReads
+from exportkit.probing.noted_sizes import SizeComparison
+from exportkit.probing.size_reads import SizeReads
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
