@@ -12,6 +12,7 @@ import contextlib
 import dis
 import functools
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, MappingProxyType
@@ -33,6 +34,7 @@ Result = TypeVar("Result")
 _MOST_HASHED = 2**12  # elements; larger tensors are told apart by their identity
 _COMPARING = frozenset({"COMPARE_OP", "CONTAINS_OP"})
 # Functions of tensors that return Python numbers; `item` and `bool` may return what a branch asks for.
+_IN_PLACE = re.compile(r"[a-z]\w*_|__setitem__|__i\w+__")
 _NUMBERS = frozenset({"item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose", "numpy"})
 
 
@@ -154,6 +156,7 @@ class SizeReads(TorchFunctionMode):
         branches: Where code branches on the value of a tensor, with the outcomes. A question that was asked before
             is left out: its outcome is known.
         numbers: Where code reads numbers from tensors: file and line.
+        writes: Where code writes to tensors: file and line.
     """
 
     def __init__(self, with_code: bool = False, forced: Mapping[Place, bool] = MappingProxyType({})) -> None:
@@ -162,6 +165,7 @@ class SizeReads(TorchFunctionMode):
         self.log: list[tuple[Any, ...]] = []
         self.branches: dict[Place, set[bool]] = {}
         self.numbers: set[str] = set()
+        self.writes: set[str] = set()
         self._questions = _Questions()
         self._code: dict[int, Code] = {}
         self._tracers: list[Any] = []
@@ -240,6 +244,9 @@ class SizeReads(TorchFunctionMode):
         if isinstance(result, torch.Size):
             self.log.append((name, *result))
             return torch.Size([noted_size(size, self.log) for size in result])
+        if _IN_PLACE.fullmatch(name):
+            place = place_asking(sys._getframe(1))
+            self.writes |= {f"{place[0]}:{place[1]}"} if _is_model_code(place[0]) else set()
         if isinstance(result, torch.Tensor):
             self._questions.note((name, *args, *(kwargs or {}).values()), result)
         elif name == "__bool__" or name in _NUMBERS:

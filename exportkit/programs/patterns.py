@@ -110,7 +110,7 @@ def without_harmless(
         if is_right:  # what it decides may matter for some values only
             at = min(tried, key=lambda sizes: math.prod(sizes.values()))
             is_right = probe.is_right_at_other_scales(at) if text in own else probe.is_right_on_other_ways(at)
-            if is_right and not probe.value_branch(at) and not probe.limits(at, domain):
+            if is_right and not probe.untraced_effect(at) and not probe.limits(at, domain):
                 harmless[text] = at
     texts = {*harmless, *(idle - may_change)}
     waived = tuple([condition for condition in stated if condition.text in texts])
@@ -191,7 +191,7 @@ def _decided_by_values(at: Mapping[str, int], probe: ProgramProbe) -> str:
     """Why values may decide at sizes at which the program does what the model does, in words; empty if they do not."""
     if not probe.is_right_on_other_ways(at):
         return "the result differs for inputs of a different scale"
-    return probe.value_branch(at)
+    return probe.untraced_effect(at)
 
 
 def _fails_with(plan: Plan, part: Pattern, pattern: Pattern) -> bool:

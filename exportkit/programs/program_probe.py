@@ -29,7 +29,7 @@ from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns, fulfils
-from exportkit.programs.value_branches import value_branch
+from exportkit.programs.value_branches import further_write, value_branch
 from exportkit.rewrites.model_code import Place
 from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors
@@ -137,23 +137,25 @@ class ProgramProbe:
 
         return traced.sampled_answer(lambda: all(map(is_right, _SCALES)), is_sure=lambda right: right)
 
-    def value_branch(self, sizes: Mapping[str, int]) -> str:
-        """Returns why values may decide in code that runs at these sizes, and was not traced; empty if they do not.
+    def untraced_effect(self, sizes: Mapping[str, int]) -> str:
+        """Returns what code may do besides, that runs at these sizes and was not traced; empty if it may not.
+
+        It may branch on values of which only some are known, or write to arguments.
 
         Args:
             sizes: Sizes at which the program does what the model does.
         """
         start, of_trace = self._reads(sizes), self._reads(self._traced.sizes)
         known = [reads for reads in (of_trace, *self._branching) if reads is not None]
-        if start is None or not start.values_beyond(known):
+        if start is None:
             return ""
         found = self._traced.sampled_answer(
-            lambda: self._value_branch(sizes, start, known), is_sure=lambda reason: reason == ""
+            lambda: self._untraced_effect(sizes, start, known), is_sure=lambda reason: reason == ""
         )
         self._branching += [] if found else [start]
         return found
 
-    def _value_branch(self, sizes: Mapping[str, int], start: SizeReads, known: Sequence[SizeReads]) -> str:
+    def _untraced_effect(self, sizes: Mapping[str, int], start: SizeReads, known: Sequence[SizeReads]) -> str:
         traced = self._traced
 
         def compared(call: Call, forced: Mapping[Place, bool]) -> tuple[str, SizeReads | None]:
@@ -166,7 +168,7 @@ class ProgramProbe:
 
         with warnings.catch_warnings(action="ignore"), contextlib.suppress(ArgumentError):
             call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-            return value_branch(call, start, known, compared)
+            return further_write(traced, call, start, known) or value_branch(call, start, known, compared)
         return ""
 
     def take_branches_for_settled(self, sizes: Mapping[str, int]) -> None:

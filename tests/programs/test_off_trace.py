@@ -288,6 +288,33 @@ class ClampsInPlace(torch.nn.Module):
         return x * 2
 
 
+class EmptiesOne(torch.nn.Module):
+    def forward(self, x):
+        result = x * 2
+        if x.shape[0] == 1:
+            x.zero_()
+        return result
+
+
+class EmptiesWithout(torch.nn.Module):
+    def forward(self, x, y=None):
+        result = x * 2
+        if y is None:
+            x[:] = 0
+        return result
+
+
+@pytest.mark.parametrize(
+    ("cls", "calls", "other"),
+    [(EmptiesOne, [(R(2, 4),), (R(3, 4),)], R(1, 4)), (EmptiesWithout, [(R(2, 4), R(3)), (R(3, 4), R(5))], R(2, 4))],
+)
+def test_no_write_is_missed(cls, calls, other, tmp_path):
+    model = cls()
+    graph = exportkit.export(model, observed(model, calls)).to_onnx(tmp_path / "model.onnx")
+    with pytest.raises(exportkit.ExportkitError):
+        graph(other)
+
+
 def test_a_write_that_changed_no_recorded_value_is_written_back(tmp_path):
     model = ClampsInPlace()
     graph = exportkit.export(model, observed(model, [(R(2, 4),), (R(3, 4),)])).to_onnx(tmp_path / "model.onnx")
