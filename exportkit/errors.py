@@ -22,7 +22,7 @@
 
 Each message says what happened, where, what was expected, what was found, and what to do about it. The built-in base
 classes are the ones that users of ``torch.onnx.InputObserver`` already catch. Below the tree are checks
-and parts of messages that several rooms have in common.
+and parts of messages that several packages have in common.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The public classes and functions: thin layers over the rooms below."""
+"""The public classes and functions: thin layers over the packages below."""
