@@ -115,7 +115,8 @@ class PartRecorder:
 
     def _by_name(self) -> list[tuple[str, _Outermost]]:
         paths = self._paths()
-        return [(f"{paths[id(m)]}.{method}".lstrip("."), one) for (m, method), one in self._listeners.items()]
+        named = {(paths.get(id(m), type(m).__name__), method): one for (m, method), one in self._listeners.items()}
+        return [(f"{path}.{method}".lstrip("."), one) for (path, method), one in named.items()]
 
     def parts(self, observation: Observation) -> dict[str, Part]:
         """Returns the parts that ran, by name; with "auto", only those that fed the model.
@@ -127,12 +128,13 @@ class PartRecorder:
         heard = {target: recorder.observation() for target, recorder in recorders.items() if recorder.num_calls()}
         made_of = [observation, *heard.values()]
         if [*map(id, made_of)] != [*map(id, self._made_of)]:
-            self._made_of, self._parts, paths = made_of, {}, self._paths()
+            found, paths = dict[str, Part](), self._paths()
             for (module, method), own in heard.items():
                 edges = find_edges(own, observation)
                 if edges or not self.is_auto:
-                    name = part_name(paths[id(module)], method, self._parts)
-                    self._parts[name] = Part(name, paths[id(module)], own, edges)
+                    name = part_name(paths[id(module)], method, found)
+                    found[name] = Part(name, paths[id(module)], own, edges)
+            self._made_of, self._parts = made_of, found
         return dict(self._parts)
 
 

@@ -48,6 +48,10 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return x if high is None else op.Where(op.Less(x, high), x, high)
 
 
+def _hardtanh(x: Any, min_val: float = -1, max_val: float = 1) -> Any:
+    return _clamp(x, min_val, max_val)
+
+
 # Signs, whole numbers and NaN, which integers do not have.
 
 
@@ -228,6 +232,8 @@ INTEGER_TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     aten.pow.Scalar: _number_to_pow,
     aten.pow.Tensor_Scalar: _pow_to_number,
     aten.pow.Tensor_Tensor: _pow,
+    aten.hardtanh.default: _hardtanh,
+    aten.relu6.default: lambda x: _clamp(x, 0, 6),
     aten.relu.default: lambda x: op.Relu(x) if x.dtype.is_floating_point() else _clamp(x, 0),
     aten.round.default: _of_floats(op.Round),
     aten.sign.default: _sign,

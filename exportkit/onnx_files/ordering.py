@@ -78,7 +78,8 @@ def _searchsorted(
     sorter: torch.Tensor | None = None,
 ) -> Any:
     if not isinstance(values, torch.Tensor):
-        values = torch.scalar_tensor(values, dtype=torch.float64 if isinstance(values, float) else torch.int64)
+        kind = torch.result_type(limits, values)  # a number does not change the dtype of limits of its kind
+        limits, values = limits.to(kind), torch.scalar_tensor(values, dtype=kind)
     if sorter is not None:
         limits = limits.gather(-1, sorter)
     limits, places = limits if limits.ndim == 1 else limits[..., None, :], values[..., None]

@@ -295,6 +295,8 @@ def _refuses(node: torch.fx.Node) -> bool:
     if name in _LEAVE_OUT:
         return bool(_counted_axes(name, given, given["self"].meta["val"].shape))
     if name in _LARGEST:
+        if name.endswith("median") and "dim" not in given:  # that of nothing is NaN
+            return False
         return "other" not in given and bool(_reduced_counts(given, given["self"].meta["val"].shape))
     if name == "histc":
         return bool(given["min"] == given["max"])  # the limits are those of the values
@@ -355,7 +357,7 @@ def _count(values: torch.Tensor, axis: Any) -> torch.Tensor:
     """The size of an axis as it is, whatever a trace takes it for."""
     for other in range(values.ndim):
         if other != axis % values.ndim:
-            is_empty = isinstance(values.shape[other], int) and values.shape[other] == 0
+            is_empty = is_counted(values.shape[other]) or values.shape[other] == 0
             values = values.sum(other, keepdim=True) if is_empty else values.narrow(other, 0, 1)
     return torch.ones_like(values, dtype=torch.int64).sum()
 

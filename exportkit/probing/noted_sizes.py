@@ -1,4 +1,4 @@
-"""Sizes as numbers that note how they are compared, and so does what is calculated from them."""
+"""Integers and floats that record how they, and numbers computed from them, are compared."""
 
 from __future__ import annotations
 
@@ -153,11 +153,11 @@ def _comparing(name: str) -> Callable[[_Noting, Any], Any]:
 
 
 def _calculating(calculate: Callable[..., Any], reflected: bool) -> Callable[[_Noting, Any], Any]:
-    def calculated(self: _Noting, other: Any) -> Any:
-        if not isinstance(other, int | float):
+    def calculated(self: _Noting, other: Any, *modulus: int) -> Any:
+        if not isinstance(other, _Noting) and type(other) not in (int, float, bool):
             return NotImplemented
         values = (plain_number(other), plain_number(self)) if reflected else (plain_number(self), plain_number(other))
-        found = calculate(*values)
+        found = calculate(*values, *modulus)
         if isinstance(found, tuple):  # of divmod
             return tuple([noted_size(part, self.log) for part in found])
         return noted_size(found, self.log)

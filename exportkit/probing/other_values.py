@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
 from exportkit.calls.call import Call
+from exportkit.running.compare import same_value
 from exportkit.running.masks import find_mask
 from exportkit.trees import is_cache_class, join
 
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})  # that torch computes with
 _WIDEST = 4.0  # exponent of 10 of the largest values that are tried
 
 
@@ -40,7 +41,7 @@ def scaled(call: Call, scale: float, integer_scale: int = 1) -> Call:
     for path, tensor in call.tensors().items():
         if tensor.is_floating_point():
             changed[path] = tensor * scale
-        elif not tensor.is_complex() and tensor.dtype is not torch.bool:
+        elif tensor.dtype in _INTEGERS:
             changed[path] = tensor * integer_scale
     return call.with_tensors(changed)
 
@@ -53,13 +54,14 @@ def with_other_values(call: Call) -> list[Call]:
     zeros = {path: tensor for path, tensor in zeros.items() if path not in flags}
     unmasked = with_nothing_hidden(call)
     wide = with_wide_values(unmasked)
-    found = [call, unmasked, wide, scaled(wide, -1.0), scaled(call, -1.0), *map(call.with_tensors, (flags, zeros))]
-    tensors = [other.tensors() for other in found]
-    return [
-        other
-        for place, other in enumerate(found)
-        if not any(all(map(torch.equal, tensors[place].values(), known.values())) for known in tensors[:place])
-    ][1:]
+    found = [unmasked, wide, scaled(wide, -1.0), scaled(call, -1.0), *map(call.with_tensors, (flags, zeros))]
+    kept, known = list[Call](), [given]
+    for other in found:
+        tensors = other.tensors()
+        if not any(all(map(same_value, tensors.values(), before.values())) for before in known):
+            kept.append(other)
+            known.append(tensors)
+    return kept
 
 
 def _is_of_flags(tensor: torch.Tensor) -> bool:
@@ -70,7 +72,7 @@ def _is_of_flags(tensor: torch.Tensor) -> bool:
 
 
 def _is_of_integers(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
+    return tensor.dtype in _INTEGERS
 
 
 def with_nothing_hidden(call: Call) -> Call:
@@ -80,4 +82,4 @@ def with_nothing_hidden(call: Call) -> Call:
         return call
     path, kept = found
     values = call.tensors()[path]
-    return replace(call.with_tensors({path: values.new_full(values.shape, values[kept][0].item())}), sizes=call.sizes)
+    return call.with_tensors({path: values.new_full(values.shape, values[kept][0].item())})

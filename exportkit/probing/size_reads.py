@@ -12,7 +12,6 @@ import contextlib
 import dis
 import functools
 import operator
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, MappingProxyType
@@ -21,11 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.calls.call import Call
 from exportkit.probing.noted_sizes import Lost, SizeComparison, Text, note_use, noted_size, plain_number
-from exportkit.rewrites.branches import place_asking
-from exportkit.rewrites.model_code import Place, is_model_code
+from exportkit.rewrites.branches import OWN_FILES, REWRITES, place_asking
+from exportkit.rewrites.model_code import Place, is_check, is_idle, is_model_code
 from exportkit.running.eager import run_eager
 from exportkit.trees import flatten, join
 
@@ -34,8 +34,9 @@ Result = TypeVar("Result")
 _MOST_HASHED = 2**12  # elements; larger tensors are told apart by their identity
 _COMPARING = frozenset({"COMPARE_OP", "CONTAINS_OP"})
 # Functions of tensors that return Python numbers; `item` and `bool` may return what a branch asks for.
-_IN_PLACE = re.compile(r"[a-z]\w*_|__setitem__|__i\w+__")
-_NUMBERS = frozenset({"item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose", "numpy"})
+_PASSING_ON = frozenset({"__contains__", "handle_torch_function"})  # functions of torch that lead to the mode
+_BRANCHING = frozenset({"__bool__", "__contains__", "is_nonzero", "item"})
+_ASKING = _BRANCHING | {"tolist", "__float__", "__int__", "__index__", "__complex__", "equal", "allclose", "numpy"}
 
 
 class Code(NamedTuple):
@@ -118,30 +119,36 @@ class _Questions:
     """What code asks about the values of tensors: how numbers in tensors were calculated, and from which values."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._known: dict[int, tuple[torch.Tensor, int]] = {}
+        self._numbers: dict[Any, int] = {}  # of descriptions, which hold the numbers of others
         self._answers: dict[Any, bool] = {}
+        self._large: list[torch.Tensor] = []  # kept, so that each has an identity of its own
 
-    def note(self, calculation: Sequence[Any], result: torch.Tensor) -> None:
-        """Notes how a tensor without axes was calculated: by which function, and from which arguments."""
-        if not result.ndim:
-            self._known[id(result)] = result, tuple(map(self._described, calculation))
+    def note(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor) -> None:
+        """Notes how a tensor without axes was calculated."""
+        parts = [*args, *kwargs.values()]
+        if not result.ndim and any(isinstance(part, torch.Tensor) for part in parts):
+            calculated = (function, tuple(kwargs), *map(self._described, parts))
+            self._known[id(result)] = result, self._numbers.setdefault(calculated, len(self._numbers))
 
-    def answer(self, tensor: torch.Tensor) -> bool | None:
+    def answer(self, asked: Sequence[torch.Tensor]) -> bool | None:
         """Returns the answer to a question that was asked before; None for a new one."""
-        return self._answers.get(self._described(tensor))
+        return self._answers.get(tuple(map(self._described, asked)))
 
-    def take(self, tensor: torch.Tensor, answer: bool) -> None:
+    def take(self, asked: Sequence[torch.Tensor], answer: bool) -> None:
         """Takes the answer to a question."""
-        self._answers[self._described(tensor)] = answer
+        self._answers[tuple(map(self._described, asked))] = answer
 
     def _described(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return repr(plain_number(value))
         if id(value) in self._known:
             return self._known[id(value)][1]
-        if value.numel() > _MOST_HASHED:
-            return id(value)
-        return tuple(value.shape), str(value.dtype), tuple(value.detach().flatten().tolist())
+        if value.numel() <= _MOST_HASHED:
+            with contextlib.suppress(Exception):  # a tensor may have no values
+                return tuple(value.shape), value.dtype, tuple(value.detach().flatten().tolist())
+        self._large.append(value)
+        return id(value), version_of(value)
 
 
 class SizeReads(TorchFunctionMode):
@@ -239,18 +246,20 @@ class SizeReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Returns the result of a function, with sizes that note what becomes of them."""
+        name, given = getattr(func, "__name__", str(func)), [*args, *(kwargs or {}).values()]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in tensors]
         result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", str(func))
         if isinstance(result, torch.Size):
             self.log.append((name, *result))
             return torch.Size([noted_size(size, self.log) for size in result])
-        if _IN_PLACE.fullmatch(name):
-            place = place_asking(sys._getframe(1))
-            self.writes |= {f"{place[0]}:{place[1]}"} if _is_model_code(place[0]) else set()
+        if any(version_of(tensor) != version for tensor, version in zip(tensors, versions, strict=True)):
+            place = _place_in_model(sys._getframe(1))
+            self.writes |= {f"{place[0]}:{place[1]}"} if place is not None else set()
         if isinstance(result, torch.Tensor):
-            self._questions.note((name, *args, *(kwargs or {}).values()), result)
-        elif name == "__bool__" or name in _NUMBERS:
-            return self._answer(args[0], result, name == "__bool__" or (name == "item" and type(result) is bool))
+            self._questions.note(func, args, kwargs or {}, result)
+        elif tensors and name in _ASKING:
+            return self._answer(tensors, result, is_branch=type(result) is bool and name in _BRANCHING)
         elif type(result) is int:
             self.log.append((name, result))
             if name == "__len__":  # `len` returns a plain number
@@ -258,10 +267,10 @@ class SizeReads(TorchFunctionMode):
             return noted_size(result, self.log)
         return result
 
-    def _answer(self, asked: torch.Tensor, result: Any, is_branch: bool) -> Any:
-        """The Python value that code gets for a tensor, which is noted."""
-        place = place_asking(sys._getframe(2))
-        if not _is_model_code(place[0]):
+    def _answer(self, asked: Sequence[torch.Tensor], result: Any, is_branch: bool) -> Any:
+        """The Python value that code gets for tensors, which is noted."""
+        place = _place_in_model(sys._getframe(2))
+        if place is None or is_check(place) or is_idle(place[:2]):
             return result
         if not is_branch:
             self.numbers.add(f"{place[0]}:{place[1]}")
@@ -273,6 +282,16 @@ class SizeReads(TorchFunctionMode):
         answer = self._forced.get(place, result)
         self._questions.take(asked, answer)
         return answer
+
+
+def _place_in_model(frame: FrameType) -> Place | None:
+    """The place in the code of the model that calls torch; None for exportkit's own calls and other code."""
+    if frame.f_code.co_filename.startswith(OWN_FILES) and not frame.f_code.co_filename.startswith(REWRITES):
+        return None
+    while frame.f_code.co_name in _PASSING_ON and frame.f_back is not None:
+        frame = frame.f_back
+    place = place_asking(frame)
+    return place if _is_model_code(place[0]) else None
 
 
 _is_model_code = functools.lru_cache(maxsize=1024)(is_model_code)

@@ -29,7 +29,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import UNTRIED, Turns
-from exportkit.programs.value_branches import further_write, value_branch
+from exportkit.programs.value_branches import untraced_write, value_branch
 from exportkit.rewrites.model_code import Place
 from exportkit.running.compare import Tensors
 from exportkit.running.eager import EagerRunner, run_eager
@@ -135,6 +135,8 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
         return
     outcomes = list(_compared(traced, call))
     yield from outcomes
+    if any(outcomes):
+        return
     for item in unseen_sizes(traced.plan, sizes)[:1] if outcomes else ():  # a trace may have recorded sizes
         with contextlib.suppress(ExportkitError):
             other = call_without(traced.plan, traced.observation, {**item.sizes, **empty}, pattern)
@@ -151,7 +153,7 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
     completed = reads(lambda: completed_call(traced.plan, traced.observation, call, traced.defaults.values))
     if without is None or completed is None:  # the model does not run with the defaults, which says nothing
         return
-    yield further_write(traced, call, without, [completed])
+    yield untraced_write(traced, call, without, [completed])
     yield value_branch(call, without, [completed], compared)
     others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
     turns = Turns(traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True)

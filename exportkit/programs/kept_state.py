@@ -247,7 +247,8 @@ def with_module_state(
         stateful.begins_anew = True
         anew = replace(observation, has_values=False, method_name="forward")
         return stateful, replayed(anew, stateful, "forward")
-    if is_ambiguous:
+    buffers = [place.attribute in buffer_table(model.get_submodule(place.module)) for place in places.values()]
+    if is_ambiguous and not all(buffers):  # a trace shows what becomes of buffers
         raise ExportError(
             "The model's result depends on a state that it keeps, and the calls fit more than one first state.",
             where=", ".join(join(place.module, place.attribute) for place in places.values()),

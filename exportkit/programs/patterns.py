@@ -154,7 +154,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
     findings, failed, affordable = [], list[Pattern](), Affordable(traced)
     for pattern in known:  # which were asked for when the program was made
-        probe.take_branches_for_settled(at_pattern(plan, traced.sizes, pattern))
+        probe.settle_branches(at_pattern(plan, traced.sizes, pattern))
     for pattern in small_patterns(plan):
         if pattern in known or any(_fails_with(plan, part, pattern) for part in failed):
             continue
@@ -190,7 +190,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
 def _decided_by_values(at: Mapping[str, int], probe: ProgramProbe) -> str:
     """Why values may decide at sizes at which the program does what the model does, in words; empty if they do not."""
     if not probe.is_right_on_other_ways(at):
-        return "the result differs for inputs of a different scale"
+        return "the result differs for other values"
     return probe.untraced_effect(at)
 
 

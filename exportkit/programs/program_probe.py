@@ -29,7 +29,7 @@ from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns, fulfils
-from exportkit.programs.value_branches import further_write, value_branch
+from exportkit.programs.value_branches import untraced_write, value_branch
 from exportkit.rewrites.model_code import Place
 from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors
@@ -138,7 +138,7 @@ class ProgramProbe:
         return traced.sampled_answer(lambda: all(map(is_right, _SCALES)), is_sure=lambda right: right)
 
     def untraced_effect(self, sizes: Mapping[str, int]) -> str:
-        """Returns what code may do besides, that runs at these sizes and was not traced; empty if it may not.
+        """Returns what untraced code at these sizes may do that the program does not, in words; empty if nothing.
 
         It may branch on values of which only some are known, or write to arguments.
 
@@ -168,11 +168,11 @@ class ProgramProbe:
 
         with warnings.catch_warnings(action="ignore"), contextlib.suppress(ArgumentError):
             call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-            return further_write(traced, call, start, known) or value_branch(call, start, known, compared)
+            return untraced_write(traced, call, start, known) or value_branch(call, start, known, compared)
         return ""
 
-    def take_branches_for_settled(self, sizes: Mapping[str, int]) -> None:
-        """Takes it for settled that branches on values in the code that runs at these sizes make no difference."""
+    def settle_branches(self, sizes: Mapping[str, int]) -> None:
+        """Marks branches on values in the code that runs at these sizes as harmless."""
         reads = self._reads(sizes)
         self._branching += [] if reads is None else [reads]
 

@@ -37,8 +37,9 @@ _LARGEST_TENSOR = 2**27
 UNTRIED = "it decides by sizes that take too long to be tried"
 _MOST_LEVELS = 4  # of resolution that are taken to compute equally much; a few of them do most of the work
 _MOST_COMPARISONS = 64  # that are turned; a path beside the trace rarely has more than one of its own
-_MOST_NEAR = 17  # a size below is tried where code makes plain numbers of sizes: how these are compared is not seen
+_MOST_NEAR = 17  # sizes below this are tried where code turns sizes into plain numbers, whose comparisons are not seen
 _STEPS = (16, 64)  # at which sides are looked at that do not follow a variable in steps of one
+_FACTORS = (2, 4, 8, 16, 32, 64)  # by which all sizes are enlarged at once
 _MOST_COMPARED = 2**24  # a limit beyond this does not limit the size of a tensor
 # Sizes at which code is tried whose decisions are not seen: beyond 1024, and beyond 64. The first one that fulfils the
 # conditions is taken, which may ask for a multiple.
@@ -125,12 +126,17 @@ class Turn(NamedTuple):
 Factors = Mapping[tuple[str, ...], float]  # of the products of these variables
 
 
+def _has_moved(apart: float, then: float) -> bool:
+    """Whether a difference of floats has changed by more than rounding does."""
+    return math.isfinite(apart) and math.isfinite(then) and not math.isclose(apart, then, abs_tol=1e-9)
+
+
 def _sum_of_products(factors: Factors, values: Mapping[str, int]) -> float:
     return sum(factor * math.prod(values[name] for name in group) for group, factor in factors.items())
 
 
 def _polynomial(factors: Factors, start: Mapping[str, int], relation: str) -> str:
-    """The relation of a polynomial to 0, in words; its variables are counted from a start."""
+    """The condition that a polynomial is in a relation to 0; its variables are counted from a start."""
     terms: dict[tuple[str, ...], float] = {}
     for group, factor in factors.items():
         for kept in (kept for count in range(len(group) + 1) for kept in itertools.combinations(group, count)):
@@ -182,7 +188,8 @@ class Turns:
             yield from self._compared(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, start.decisions())
         for each in list(own)[_MOST_COMPARISONS:]:
             for name, size in sizes.items():
-                yield Turn(None, name, size, f"{each.place[0]}:{each.place[1]}", is_larger=True)
+                stated = f"{name} == {size}"
+                yield Turn(None, name, size, f"{each.place[0]}:{each.place[1]}", is_larger=True, stated=stated)
         code = start.code_beyond(self._known)
         if start.lost() and any(part.compares() for part in code):  # plain numbers that were made of sizes, perhaps
             yield from self._near(code[0].place(), sizes)
@@ -199,8 +206,9 @@ class Turns:
     ) -> Iterator[Turn]:
         """The turns of comparisons, given their results."""
         seen = {tuple(sizes.items()): decisions}
-        moving: dict[SizeComparison, list[str]] = {each: [] for each in own}
+        moving: dict[SizeComparison, dict[str, float]] = {each: {} for each in own}
         wanted = {name: self._wanted(own, sizes, name, moving) for name in sizes}
+        several = {each: self._stated(each, sizes, [*names]) for each, names in moving.items() if len(names) > 1}
         for name, size in sizes.items():
             largest, smallest = size, size  # without a turn
             for each, other_size in wanted[name]:
@@ -209,7 +217,7 @@ class Turns:
                     continue
                 place, is_larger = f"{each.place[0]}:{each.place[1]}", other_size > size
                 kept = largest if is_larger else smallest
-                stated = self._stated(each, sizes, moving[each]) if len(moving[each]) > 1 else None
+                stated = several.get(each)
                 if not self._is_affordable(sizes, other):
                     yield Turn(None, name, kept, place, is_larger, stated=stated)
                     break
@@ -223,6 +231,45 @@ class Turns:
                 else:
                     smallest = min(smallest, other_size)
                 seen[tuple(other.items())] = reads.decisions()
+        yield from self._together(own, sizes, moving, decisions)
+
+    def _together(
+        self,
+        own: Mapping[SizeComparison, tuple[int, float]],
+        sizes: Mapping[str, int],
+        moving: Mapping[SizeComparison, Mapping[str, float]],
+        decisions: frozenset[tuple[SizeComparison, bool]],
+    ) -> Iterator[Turn]:
+        """A turn of comparisons that follow variables only together, as a product of numbers of blocks does."""
+        names, step = [name for name, size in sizes.items() if size > 1], _STEPS[-1]
+        beyond = self._all_larger(sizes, {name: sizes[name] + step for name in names})
+        reads = self._reads(beyond) if len(names) > 1 and beyond is not None else None
+        if reads is None:
+            return
+        sides, unlike = reads.comparisons(), list[SizeComparison]()
+        for each, (left, right) in own.items():
+            if each in sides:
+                expected = left - right + step * sum(moving[each].values())
+                unlike += [each] if _has_moved(expected, sides[each][0] - sides[each][1]) else []
+        before = {(each, outcome) for each, outcome in decisions if each in unlike}
+        kept = sizes
+        for factor in _FACTORS if unlike else ():
+            other = self._all_larger(sizes, {name: factor * sizes[name] for name in names})
+            reads = None if other is None else self._reads(other)
+            if other is None or reads is None:
+                return
+            if before - reads.decisions():
+                place = f"{unlike[0].place[0]}:{unlike[0].place[1]}"
+                stated = " and ".join(f"{name} <= {kept[name]}" for name in names)
+                yield Turn(other, names[0], kept[names[0]], place, is_larger=True, stated=stated)
+                return
+            kept = other
+
+    def _all_larger(self, sizes: Mapping[str, int], larger: Mapping[str, int]) -> dict[str, int] | None:
+        """The sizes with several larger ones; None if they are not in the domain, or take too long."""
+        other = settled(self._traced.plan, {**sizes, **larger})
+        is_inside = all(self._is_beside(sizes, other, name) for name in larger)
+        return other if is_inside and self._is_affordable(sizes, other) else None
 
     def _stated(self, each: SizeComparison, sizes: Mapping[str, int], names: Sequence[str]) -> str | None:
         """The condition that a comparison of several variables comes out as at these sizes.
@@ -237,18 +284,21 @@ class Turns:
             sides = None if reads is None else reads.comparisons().get(each)
             return None if sides is None else sides[0] - sides[1]
 
+        unchanged = " and ".join(f"{name} == {sizes[name]}" for name in names)
         groups = [group for count in range(len(names) + 1) for group in itertools.combinations(names, count)]
         found = {group: apart(dict.fromkeys(group, 1)) for group in groups}
         shifted = {name: 3 + 2 * number for number, name in enumerate(names)}
         beyond = apart(shifted)
         known = {group: value for group, value in found.items() if value is not None}
+        if beyond is None or len(known) < len(groups):
+            return unchanged
         factors = {
             group: sum((-1) ** (len(group) - len(part)) * known[part] for part in groups if {*part} <= {*group})
             for group in groups
-            if len(known) == len(groups)
         }
-        if beyond is None or beyond != _sum_of_products(factors, shifted):
-            return " and ".join(f"{name} == {sizes[name]}" for name in names)
+        followed = {name for group, factor in factors.items() if factor for name in group}
+        if followed != {*names} or not math.isclose(beyond, _sum_of_products(factors, shifted)):
+            return unchanged
         relation = each.operator if getattr(operator, each.operator)(known[()], 0) else _OPPOSITES[each.operator]
         return _polynomial(factors, sizes, _SYMBOLS[relation])
 
@@ -278,12 +328,12 @@ class Turns:
         own: Mapping[SizeComparison, tuple[int, float]],
         sizes: Mapping[str, int],
         name: str,
-        moving: Mapping[SizeComparison, list[str]],
+        moving: Mapping[SizeComparison, dict[str, float]],
     ) -> list[tuple[SizeComparison, int]]:
         """The sizes of a variable at which comparisons may have a different result, the nearest first.
 
-        How both sides follow the variable is seen at a size beside, or at larger ones, as for ``length // 32``. The
-        variable is added to those in ``moving`` that a comparison follows.
+        How both sides follow the variable is seen at a size beside, or at larger ones, as for ``length // 32``. How
+        far they move apart by one is added to ``moving``.
         """
         found: dict[int, SizeComparison] = {}
         left_over = dict(own)
@@ -298,13 +348,14 @@ class Turns:
                     found.setdefault(other[name], each)
                     continue
                 apart, then = left - right, sides[each][0] - sides[each][1]
-                if then != apart and abs(right) < _MOST_COMPARED:
+                if _has_moved(apart, then) and abs(right) < _MOST_COMPARED:
                     del left_over[each]
-                    moving[each].append(name)
+                    moving[each][name] = (then - apart) / step
                     by_one = step / (then - apart)  # how far one side moves by one
                     zero, beyond = sizes[name] - math.floor(apart * by_one), math.ceil(abs(by_one))
                     for size in (zero - 1, zero, zero + 1, zero - beyond, zero + beyond):
-                        found.setdefault(size, each)
+                        if size < _MOST_COMPARED:
+                            found.setdefault(size, each)
         by_distance = sorted(found, key=lambda size: abs(size - sizes[name]))
         return [(found[size], size) for size in by_distance if size >= 0 and size != sizes[name]]
 

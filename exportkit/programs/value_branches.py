@@ -25,7 +25,7 @@ from exportkit.rewrites.model_code import Place
 Compared = Callable[[Call, Mapping[Place, bool]], tuple[str, SizeReads | None]]
 
 
-def further_write(traced: TracedProgram, call: Call, start: SizeReads, known: Sequence[SizeReads]) -> str:
+def untraced_write(traced: TracedProgram, call: Call, start: SizeReads, known: Sequence[SizeReads]) -> str:
     """Returns which arguments code writes to that was not traced, in words; empty if it writes to no others.
 
     Args:
@@ -57,7 +57,7 @@ def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compa
     for tried in (call, *with_other_values(call)):
         difference, found = ("", start) if tried is call else compared(tried, {})
         if difference:
-            return "the result differs for inputs of a different scale"
+            return "the result differs for other values"
         if found is None:
             continue
         for place in found.values_beyond(known):

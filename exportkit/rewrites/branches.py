@@ -41,8 +41,8 @@ from exportkit.rewrites.model_code import EXPORTKIT, TORCH, Place, is_model_code
 
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
-_OWN_FILES = f"{EXPORTKIT}{os.sep}"
-_REWRITES = f"{Path(__file__).parent}{os.sep}"  # which take the place of functions of the model
+OWN_FILES = f"{EXPORTKIT}{os.sep}"
+REWRITES = f"{Path(__file__).parent}{os.sep}"  # which take the place of functions of the model
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -144,7 +144,7 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
             frame = sys._getframe(1)
             if is_asking or self.numel() != 1 or (real.__name__ == "item" and not hasattr(self, _MASK)):
                 return real(self)
-            if frame.f_code.co_filename.startswith(_OWN_FILES) and not frame.f_code.co_filename.startswith(_REWRITES):
+            if frame.f_code.co_filename.startswith(OWN_FILES) and not frame.f_code.co_filename.startswith(REWRITES):
                 return real(self)  # exportkit compares values for itself
             is_asking = True
             try:
@@ -167,7 +167,7 @@ def frame_asking(frame: FrameType) -> FrameType:
     is 0 in ``__bool__``.
     """
     while frame.f_back is not None and (
-        frame.f_code.co_name == "__bool__" or frame.f_code.co_filename.startswith(_OWN_FILES)
+        frame.f_code.co_name == "__bool__" or frame.f_code.co_filename.startswith(OWN_FILES)
     ):
         frame = frame.f_back
     return frame

@@ -6,7 +6,7 @@ A body that changes anything else, or that ends an iteration early, keeps its lo
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from exportkit.rewrites.loop_names import names_of, read_after, stored_in
@@ -84,7 +84,8 @@ def other_reference(
     before = [node for node in outside if getattr(node, "lineno", end) < end]
     parameters = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)}
     after = read_after(definition.body, loop) or set()
-    for name in sorted({*stored_in(loop.body), *lists} & _read_in_functions(before)):
+    used = names_of(loop.body).read | after
+    for name in sorted({*stored_in(loop.body), *lists} & _read_in_functions(before, used)):
         return f"the loop sets `{name}`, which a function inside of this one also uses"
     for name in sorted(lists & _named_twice(before, after | parameters)):
         return f"the loop adds to the list `{name}`, which has another name as well"
@@ -95,12 +96,21 @@ def other_reference(
     return None
 
 
-def _read_in_functions(nodes: Sequence[ast.AST]) -> set[str]:
-    """The names that functions among some nodes take from the function around them."""
+def _read_in_functions(nodes: Sequence[ast.AST], used: Collection[str]) -> set[str]:
+    """The names that functions among some nodes take from the function around them.
+
+    Args:
+        nodes: The nodes.
+        used: Names that are read later; functions that no such name stands for are done with by then.
+    """
     read = set[str]()
     for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.Lambda):
-            read |= names_of([ast.Expr(node) if isinstance(node, ast.Lambda) else node]).read
+        match node:
+            case ast.FunctionDef(name) if name in used:
+                read |= names_of([node]).read
+            case ast.Assign(targets, value) if names_in(*targets) & {*used} or not names_in(*targets):
+                functions = [part for part in ast.walk(value) if isinstance(part, ast.Lambda)]
+                read |= names_of([ast.Expr(part) for part in functions]).read
     return read
 
 

@@ -351,7 +351,7 @@ def _arguments_of(owner: Any, args: tuple[Any, ...], options: dict[str, Any], **
 def _functions(cls: type, name: str) -> list[types.FunctionType]:
     """The methods of this name in a class and its bases, or what a property calls; those of bases for ``super()``."""
     held = [vars(each)[name] for each in cls.__mro__ if name in vars(each)]
-    found = [each.fget if isinstance(each, property) else each for each in held]
+    found = [each.fget if isinstance(each, property) else getattr(each, "__func__", each) for each in held]
     return [each for each in found if isinstance(each, types.FunctionType)]
 
 

@@ -26,7 +26,11 @@ _LOGGING = re.compile(
     r"\.(debug|info|warn|error|exception|critical|log)\w*",
     re.IGNORECASE,
 )
-_HARMLESS = frozenset({"format", "item", "join", "len", "repr", "size", "str", "tolist", "tuple", "type"})
+# Functions and methods that do nothing but return a value.
+_HARMLESS = frozenset({
+    "abs", "all", "any", "bool", "cpu", "detach", "dict", "dim", "float", "format", "get", "int", "item", "join", "len",
+    "list", "max", "mean", "min", "numel", "repr", "round", "size", "sorted", "str", "sum", "tolist", "tuple", "type",
+})  # fmt: skip
 
 
 def is_model_code(file: str) -> bool:

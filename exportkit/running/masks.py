@@ -156,4 +156,4 @@ def lengths_of_mask(path: str, inputs: Mapping[str, tuple[torch.dtype, Sequence[
         if len(shape) == 2 and shape[0] == batch and not (dtype.is_floating_point or dtype.is_complex)
     }
     own = {count for count in sequences if count == length or length - count in cached}
-    return None if own == sequences else own
+    return None if own == sequences else own | {length}

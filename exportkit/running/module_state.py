@@ -12,7 +12,7 @@ import enum
 import operator
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))  # attributes of every module: 
 _NOT_LOOKED_INTO = ATOMS | {torch.nn.Parameter}
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _CLOSED = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, enum.Enum)
-_LIBRARIES = ("torch.", "builtins", "typing", "abc")  # whose classes are not looked at
+_LIBRARIES = frozenset({"torch", "builtins", "typing", "abc"})  # whose classes are not looked at
 _MOST_OBJECTS = 1000  # an attribute can lead to the whole program
 _LONGEST = 1000  # a longer list holds data
 
@@ -59,7 +59,7 @@ class ModuleState:
         self._seen = set[int]()
         self._waiting = deque[tuple[str, Any]]()
         classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-        self._classes = [(cls, _plain_values(cls)) for cls in classes if not cls.__module__.startswith(_LIBRARIES)]
+        self._classes = [(cls, dict(vars(cls))) for cls in classes if cls.__module__.split(".")[0] not in _LIBRARIES]
         for path, module in model.named_modules():
             for table in (vars(module), buffer_table(module), parameter_table(module)):
                 if isinstance(table, dict):  # a scripted module shows its buffers otherwise
@@ -110,9 +110,8 @@ class ModuleState:
                     is_kept = is_kept and value is before[key]
                 if key not in _OF_MODULES and not is_kept:
                     found[path_of((key,), path) if isinstance(table, dict) else path] = None
-        for cls, plain in self._classes:
-            now = _plain_values(cls)
-            found |= {f"{cls.__name__}.{name}": None for name in now.keys() | plain if _differ(now, plain, name)}
+        for cls, before in self._classes:
+            found |= dict.fromkeys(f"{cls.__name__}.{name}" for name in _changed_values(cls, before))
         for path, tensor, values, version in self._tensors:
             is_written = or_written and version_of(tensor) != version
             if is_written or (values is not None and not same_value(tensor, values)):
@@ -125,19 +124,21 @@ class ModuleState:
             if not _holds_the_same(table, entries):
                 table.clear()
                 (table.extend if isinstance(table, list | deque) else table.update)(entries)
-        for cls, values in self._classes:
-            now = _plain_values(cls)
-            for name in [name for name in now.keys() | values if _differ(now, values, name)]:
-                setattr(cls, name, values[name]) if name in values else delattr(cls, name)
+        for cls, before in self._classes:
+            for name in _changed_values(cls, before):
+                if name in before:
+                    setattr(cls, name, before[name])
+                else:
+                    delattr(cls, name)
         _restore_tensors(self._tensors)
 
 
-def _plain_values(cls: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if type(value) in ATOMS}
-
-
-def _differ(now: dict[str, Any], before: dict[str, Any], name: str) -> bool:
-    return name not in now or name not in before or not same_value(now[name], before[name])
+def _changed_values(cls: type, before: Mapping[str, Any]) -> list[str]:
+    """Names of attributes of a class that code has set since, from or to a plain value."""
+    now = vars(cls)
+    found = [name for name in now.keys() | before if now.get(name, cls) is not before.get(name, cls)]
+    pairs = {name: (now.get(name, cls), before.get(name, cls)) for name in found}
+    return sorted(n for n, pair in pairs.items() if ATOMS & {*map(type, pair)} and not same_value(*pair))
 
 
 def _holds_the_same(table: Any, entries: Any) -> bool:

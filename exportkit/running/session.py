@@ -196,6 +196,8 @@ class Session(GraphSession):
             self._options = module.SessionOptions()
             self._options.log_severity_level = 4  # what fails is raised, not printed
             self._entries[_IDLE] = "1"
+            if not optimised:
+                self._entries["session.disable_prepacking"] = "1"  # not worth its time for a single run
         if not self.placement.is_cpu:
             self._entries[_ASSIGNMENT] = "1"
         if folder is not None:
@@ -204,7 +206,6 @@ class Session(GraphSession):
             self._attributes["enable_profiling"] = False
         if not optimised:
             self._attributes["graph_optimization_level"] = module.GraphOptimizationLevel.ORT_DISABLE_ALL
-            self._entries["session.disable_prepacking"] = "1"  # not worth its time for a single run
         self._source = model if isinstance(model, bytes) else str(model)
         self._where = "serialised model" if isinstance(model, bytes) else str(model)
         self._folder = folder

@@ -203,7 +203,10 @@ def stored_length(value: Any) -> int:
             waiting += part.values() if isinstance(part, dict) else part
         elif is_cache_class(type(part)):
             count = getattr(part, "cumulative_length", 0)
-            longest = torch.sym_max(longest, count) if isinstance(count, int | torch.SymInt) else longest
+            if isinstance(count, int) and isinstance(longest, int):
+                longest = max(longest, count)
+            elif isinstance(count, int | torch.SymInt):
+                longest = torch.sym_max(longest, count)
             for name, item in vars(part).items():
                 if not (type(item) in ATOMS or isinstance(item, torch.Tensor) or name == "cross_attention_cache"):
                     waiting.append(item)

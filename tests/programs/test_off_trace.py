@@ -288,6 +288,52 @@ class ClampsInPlace(torch.nn.Module):
         return x * 2
 
 
+class Harmless(torch.nn.Module):
+    """Computes the same on each branch, checks values, and steps through a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x, y=None):
+        x = self.layer(x)
+        if x.shape[0] == 1 or y is None:
+            if x.isnan().sum().item() > 1000:
+                raise ValueError("too many numbers are unknown")
+            result = x * 2 if x.abs().max() > 0.5 else x + x
+            root, step = x.sum().abs(), x.sum() * 0 + 1
+            for _ in range(30):
+                root = root - step * 0
+            return result if root > 3 else result + 0
+        return x * 2
+
+
+def test_branches_that_make_no_difference_limit_nothing(tmp_path):
+    model = Harmless().eval()
+    with torch.no_grad():
+        exported = exportkit.export(model, observed(model, [(R(2, 4), R(3)), (R(3, 4),), (R(5, 4), R(3))]))
+    assert len(exported.programs) == 1
+    graph = exported.to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for call in ((R(1, 4),), (R(1, 4), R(3)), (R(4, 4) * 9,)):
+        torch.testing.assert_close(graph(*call), model(*call).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Steps(torch.nn.Module):
+    def forward(self, x):
+        if x.shape[0] == 1 and (x.shape[1] // 14) * (x.shape[2] // 14) > 256:
+            return x * 3
+        return x * 2
+
+
+def test_a_comparison_in_steps_leaves_out_sizes(tmp_path):
+    model = Steps()
+    graph = exportkit.export(model, observed(model, [(R(2, 9, 5),), (R(3, 7, 11),)])).to_onnx(tmp_path / "model.onnx")
+    x = R(1, 300, 300)
+    with pytest.raises(exportkit.ExportkitError):
+        graph(x)
+
+
 class EmptiesOne(torch.nn.Module):
     def forward(self, x):
         result = x * 2
