@@ -193,7 +193,7 @@ class RuntimeFailure(ExportkitError, RuntimeError):
 
 
 def nearest(text: str, candidates: Iterable[str]) -> list[str]:
-    """Returns up to three candidates that are most similar to a text in upper or lower case, best first."""
+    """Returns up to three candidates that are most similar to a text, ignoring case, best first."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(text.lower(), by_lower, n=3, cutoff=0.4)
     return [by_lower[name] for name in found]

@@ -189,7 +189,7 @@ def methods_of(module: torch.nn.Module) -> list[str]:
         found = inspect.getattr_static(type(module), name, None)
         try:
             return isinstance(found, FunctionType) and len(inspect.signature(found).parameters) > 1
-        except (TypeError, ValueError):  # of a __signature__ that is none
+        except (TypeError, ValueError):  # its __signature__ is not a signature
             return False
 
     names = dict.fromkeys(name for cls in bases[: last + 1] for name in vars(cls) if not name.startswith("_"))

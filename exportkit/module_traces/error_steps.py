@@ -104,7 +104,7 @@ class ErrorStep:
 
 
 def added_error(base: float, error: float) -> float:
-    """Returns the part of an error that its inputs do not have."""
+    """Returns how much of an error is not in the inputs already."""
     return error if math.isinf(error) else max(error - base, 0.0)
 
 

@@ -51,7 +51,7 @@ def computed_in(dtype: torch.dtype, operator: Function) -> Function:
     """Returns an operator that computes in a dtype; its result has the dtype that the operator itself would return.
 
     Args:
-        dtype: A dtype with more digits than the first argument, which is converted, as all others of its kind are.
+        dtype: The dtype to compute in. Tensors of the same kind (floating-point or integer) are converted to it.
         operator: Returns a tensor of the dtype that it computes in.
     """
 

@@ -262,7 +262,7 @@ ADDITIONS: dict[Any, Callable[..., Any]] = {
 
 
 def _has_weights_of_its_dtype(values: torch.Tensor, _shape: Any, *options: Any) -> bool:
-    """Whether a norm has weights in another dtype: it computes in float32 then, as torch's kernel does."""
+    """Whether the weights have the dtype of the values; if not, the norm computes in float32, as in torch."""
     return all(tensor.dtype is values.dtype for tensor in options if isinstance(tensor, torch.Tensor))
 
 

@@ -113,7 +113,7 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any
 
 
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """Nothing is not anything; the largest of no 64-bit integers, which torch.onnx asks for, is not 0."""
+    """`any` of an empty tensor is False; torch.onnx's ReduceMax of no 64-bit integers is not 0."""
     found = op.Cast(x, to=onnx_ir.DataType.BOOL)
     if not len(x.shape):
         return found
