@@ -131,7 +131,11 @@ def _calls(traced: TracedProgram, unseen: int = _MOST_UNSEEN) -> Iterator[Call]:
 
 def _unchanged_by(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constants]) -> list[_Constants]:
     """Those of the constants with which some call can be made, and all that can are the same."""
-    log_of = functools.cache(lambda place: _log(traced, calls[place]))
+
+    @functools.cache
+    def log_of(place: int) -> _Log | None:
+        _log(traced, calls[place])  # code that runs once in a process is not the call's
+        return _log(traced, calls[place])
 
     def changes_nothing(constants: _Constants) -> bool:
         tried = False
