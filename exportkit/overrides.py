@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any, Protocol
@@ -157,15 +157,52 @@ def with_imports(replacements: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any
         replacements: Slots and what they get. Only functions of Python modules can have been imported.
     """
     replacements = list(replacements)
-    found = {}
+    values, originals = dict[int, Any](), []
     for slot, value in replacements:
         if isinstance(slot, Attribute) and isinstance(slot.owner, ModuleType) and callable(function := slot.read()):
-            found[id(function)] = value
-    for module in [module for name, module in list(sys.modules.items()) if _may_import(name)] if found else []:
-        if isinstance(module, ModuleType) and not found.keys().isdisjoint(map(id, list(vars(module).values()))):
-            names = [key for key, value in list(vars(module).items()) if id(value) in found]
-            replacements += [(Attribute(module, key), found[id(vars(module)[key])]) for key in names]
+            values[id(function)] = value
+            originals.append(original_in(slot))
+    for module, name in _imports.of(originals):
+        if (current := id(vars(module).get(name))) in values:
+            replacements.append((Attribute(module, name), values[current]))
     return replacements
+
+
+class _Imports:
+    """The names under which Python modules have imported functions.
+
+    Going through all names takes 10 ms, and an export replaces functions some hundred times. So a Python module is
+    searched again only when it has more names than before.
+    """
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Any] = {}  # by identity; held here, so that no other object gets it
+        self._importers: dict[int, dict[tuple[str, str], None]] = {}
+        self._searched: dict[str, tuple[int, int]] = {}  # by Python module: which dict, with how many names
+
+    def of(self, functions: Iterable[Any]) -> list[tuple[ModuleType, str]]:
+        """Returns the Python modules that have imported one of the functions, each with the name it has there."""
+        wanted = {id(function): function for function in functions}
+        with _lock:
+            new = wanted.keys() - self._functions.keys()
+            self._functions |= wanted
+            for name, module in list(sys.modules.items()) if wanted else []:
+                if _may_import(name) and isinstance(module, ModuleType):
+                    self._search(name, vars(module), new)
+            found = dict.fromkeys(place for function in wanted for place in self._importers.get(function, ()))
+            return [(sys.modules[module], name) for module, name in found if module in sys.modules]
+
+    def _search(self, module: str, names: Mapping[str, Any], new: Set[int]) -> None:
+        if self._searched.get(module) != (id(names), len(names)):
+            self._searched[module] = id(names), len(names)
+            new = self._functions.keys()
+        if new and not new.isdisjoint(map(id, list(names.values()))):
+            for name, value in list(names.items()):
+                if id(value) in new:
+                    self._importers.setdefault(id(value), {})[module, name] = None
+
+
+_imports = _Imports()
 
 
 @functools.cache

@@ -5,6 +5,7 @@ processes. All others are in ``durations.json`` and get the marker ``slow``; ``m
 """
 
 import collections
+import gc
 import itertools
 import json
 import os
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# The objects of all imported packages stay; going through them again and again takes a sixth of the time of the tests.
+gc.set_threshold(700, 10, 100)
 
 # The same examples in every run; how long one takes depends on the machine, so there is no deadline.
 hypothesis.settings.register_profile("exportkit", deadline=None, derandomize=True, max_examples=60)

@@ -2,6 +2,8 @@
 
 import cProfile
 import json
+import sys
+import types
 from json import loads as loaded
 
 import pytest
@@ -126,6 +128,20 @@ def test_functions_are_replaced_under_the_names_by_which_they_were_imported():
     with replaced(with_imports([(slot, len), (Attribute(json.JSONDecoder, "decode"), len)])):
         assert (json.loads("[1]"), loaded("[1]"), json.JSONDecoder.decode) == (3, 3, len)
     assert json.loads("[1]") == loaded("[1]") == [1]
+
+
+def test_functions_that_are_imported_later_are_replaced_as_well(monkeypatch):
+    later = types.ModuleType("later")
+    monkeypatch.setitem(sys.modules, "later", later)
+    for _ in range(2):
+        with replaced(with_imports([(Attribute(json, "loads"), len)])):
+            assert getattr(later, "read", len) is len
+        later.read = json.loads
+    with replaced(with_imports([(Attribute(json, "loads"), len)])):
+        with replaced(with_imports([(Attribute(json, "loads"), max)])):
+            assert later.read is max
+        assert later.read is len
+    assert later.read is json.loads
 
 
 def test_called_namespaces_go_along_with_a_profiler():

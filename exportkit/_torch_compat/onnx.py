@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,16 +148,18 @@ def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that tables of operators are made once.
 
     torch.onnx reads the source of all its translations for each export, torch.export lists all operators of torch
-    several times, and it registers thousands of functions, each time with new objects for the annotations of a local
-    function: most of the time that the export of a small model takes. Seen in torch 2.13.
+    several times, and it registers thousands of functions, which torch checks for more kinds of keys than there are:
+    most of the time that the export of a small model takes. Seen in torch 2.13.
     """
     try:
-        from torch import _ops
+        from torch._C import DispatchKey
         from torch._export import utils
+        from torch._ops import OpOverload
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
         original = vars(ONNXRegistry)["from_torchlib"].__func__
         listed = utils._materialize_cpp_cia_ops
+        registers = OpOverload.py_impl
     except (ImportError, AttributeError, KeyError):
         return []
 
@@ -171,10 +172,23 @@ def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
         registry.functions = {target: list(found) for target, found in registry.functions.items()}
         return registry
 
+    def py_impl(operator: Any, key: Any) -> Callable[[Any], Any]:
+        if type(key) is not DispatchKey or key == DispatchKey.Python:
+            return registers(operator, key)
+
+        def register(function: Any) -> Any:
+            if key in operator.py_kernels:
+                return registers(operator, key)(function)  # which is an error
+            operator.py_kernels[key] = function
+            operator._dispatch_cache.clear()
+            return function
+
+        return register
+
     return [
         (ONNXRegistry, {"from_torchlib": classmethod(from_torchlib)}),
         (utils, {"_materialize_cpp_cia_ops": functools.cache(listed)}),
-        (_ops, {"Callable": typing.Callable}),  # of which Python keeps those with parameters
+        (OpOverload, {"py_impl": py_impl}),
     ]
 
 
