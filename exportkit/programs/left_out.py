@@ -13,6 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,14 @@ _LEFT_OUT = object()
 _Constants = dict[str, Any]  # values of constants by path, or _LEFT_OUT
 
 
+class _Effect(IntEnum):
+    """What other constants change: nothing, only the values that the model returns, or more."""
+
+    NONE = 0
+    VALUES = 1
+    MORE = 2
+
+
 def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
     """Returns the program with a domain that allows constants that change nothing: left out, or as in recorded calls.
 
@@ -58,10 +67,13 @@ def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
 def _harmless(traced: TracedProgram, wanted: Sequence[_Constants]) -> list[_Constants]:
     """The constants that change nothing: each of them alone, and all together."""
     calls = list(_calls(traced))
-    found = traced.sampled_answer(lambda: _unchanged_by(traced, calls, wanted))
-    found = [*found, *_unchanged_by(traced, calls, [item for item in wanted if all(item is not one for one in found)])]
+    effects = traced.sampled_answer(lambda: _effects(traced, calls, wanted))
+    unsure = [item for item, effect in zip(wanted, effects, strict=True) if effect is _Effect.VALUES]
+    sure = iter(_effects(traced, calls, unsure))
+    effects = [next(sure) if effect is _Effect.VALUES else effect for effect in effects]
+    found = [item for item, effect in zip(wanted, effects, strict=True) if effect is _Effect.NONE]
     together = {path: value for constants in reversed(found) for path, value in constants.items()}
-    if len(found) < 2 or traced.sampled_answer(lambda: _unchanged_by(traced, calls, [together]), bool):
+    if len(found) < 2 or traced.sampled_answer(lambda: _change_nothing(traced, calls, [together]), bool):
         return found
     return []
 
@@ -81,7 +93,7 @@ def _unread(traced: TracedProgram) -> list[str]:
 
     def is_unread(paths: Iterable[str]) -> bool:
         others = [{path: _raising(found[path]) for path in paths}, {path: _other(found[path]) for path in paths}]
-        return len(traced.sampled_answer(lambda: _unchanged_by(traced, calls, others))) == len(others)
+        return traced.sampled_answer(lambda: _change_nothing(traced, calls, others))
 
     return list(found) if found and is_unread(found) else [path for path in found if is_unread([path])]
 
@@ -129,26 +141,34 @@ def _calls(traced: TracedProgram, unseen: int = _MOST_UNSEEN) -> Iterator[Call]:
             yield build_call(traced.plan, observation, sizes)
 
 
-def _unchanged_by(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constants]) -> list[_Constants]:
-    """Those of the constants with which some call can be made, and all that can are the same."""
+def _change_nothing(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constants]) -> bool:
+    """Whether none of the constants has an effect."""
+    return all(effect is _Effect.NONE for effect in _effects(traced, calls, wanted))
 
-    @functools.cache
-    def log_of(place: int) -> _Log | None:
-        _log(traced, calls[place])  # code that runs once in a process is not the call's
-        return _log(traced, calls[place])
 
-    def changes_nothing(constants: _Constants) -> bool:
-        tried = False
-        for place, call in enumerate(calls):
-            if (log := log_of(place)) is None:
-                continue
-            other = _log(traced, _with(call, constants))
-            if other is None or not log.is_like(other) or other.may_differ_from(log) or log.may_differ_from(other):
-                return False
-            tried = True
-        return tried
+def _effects(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constants]) -> list[_Effect]:
+    """What each of the constants changes, in some call; something also if no call can be made with them."""
+    logs = {place: _log(traced, call) for place, call in enumerate(calls)} if wanted else {}
+    again = set[int]()
 
-    return [constants for constants in wanted if changes_nothing(constants)]
+    def effect(place: int, constants: _Constants) -> _Effect:
+        other = _log(traced, _with(calls[place], constants))
+        found = _effect(logs[place], other)
+        if found is not _Effect.NONE and other is not None and place not in again:
+            again.add(place)  # code that runs once in a process is not the call's
+            logs[place] = _log(traced, calls[place])
+            found = _effect(logs[place], other)
+        return found
+
+    def effect_on_all(constants: _Constants) -> _Effect:
+        found = []
+        for place in (place for place, log in logs.items() if log is not None):
+            found.append(effect(place, constants))
+            if found[-1] is _Effect.MORE:
+                break
+        return max(found, default=_Effect.MORE)
+
+    return [effect_on_all(constants) for constants in wanted]
 
 
 def _with(call: Call, constants: _Constants) -> Call:
@@ -185,11 +205,6 @@ class _Log(NamedTuple):
     form: Fingerprint
     tensors: list[torch.Tensor]
 
-    def is_like(self, other: _Log) -> bool:
-        """Whether the model does the same in another call."""
-        done = [(log.operators, log.reads.log, log.form) for log in (self, other)]
-        return done[0] == done[1] and all(map(_same, self.tensors, other.tensors))
-
     def may_differ_from(self, other: _Log) -> bool:
         """Whether it may do something else than in a call in which it does the same, for other sizes or values.
 
@@ -199,6 +214,16 @@ class _Log(NamedTuple):
         reads_numbers = bool(self.reads.lost() or self.reads.numbers)
         compares = reads_numbers and any(part.compares() for part in code)
         return compares or bool(self.reads.values_beyond([other.reads]))
+
+
+def _effect(log: _Log | None, other: _Log | None) -> _Effect:
+    """What the constants of another call change."""
+    if log is None or other is None:
+        return _Effect.MORE
+    done = [(one.operators, one.reads.log, one.form) for one in (log, other)]
+    if done[0] != done[1] or log.may_differ_from(other) or other.may_differ_from(log):
+        return _Effect.MORE
+    return _Effect.NONE if all(map(_same, log.tensors, other.tensors)) else _Effect.VALUES
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
