@@ -147,19 +147,21 @@ def limits_kept() -> list[tuple[Any, dict[str, Any]]]:
 def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that tables of operators are made once.
 
-    torch.onnx reads the source of all its translations for each export, torch.export lists all operators of torch
-    several times, and it registers thousands of functions, which torch checks for more kinds of keys than there are:
-    most of the time that the export of a small model takes. Seen in torch 2.13.
+    torch.onnx reads the source of all its translations for each export, and the annotations of those it is given;
+    torch.export lists all operators of torch several times, and it registers thousands of functions, which torch checks
+    for more kinds of keys than there are: most of the time that the export of a small model takes. Seen in torch 2.13.
     """
     try:
         from torch._C import DispatchKey
         from torch._export import utils
         from torch._ops import OpOverload
+        from torch.onnx._internal.exporter import _schemas
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
         original = vars(ONNXRegistry)["from_torchlib"].__func__
         listed = utils._materialize_cpp_cia_ops
         registers = OpOverload.py_impl
+        signatures = _kept(_schemas.op_signature_from_function)
     except (ImportError, AttributeError, KeyError):
         return []
 
@@ -189,7 +191,14 @@ def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
         (ONNXRegistry, {"from_torchlib": classmethod(from_torchlib)}),
         (utils, {"_materialize_cpp_cia_ops": functools.cache(listed)}),
         (OpOverload, {"py_impl": py_impl}),
+        (_schemas, {"op_signature_from_function": signatures}),
     ]
+
+
+@functools.cache
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of which Python keeps the results for as long as the process runs."""
+    return functools.cache(function)
 
 
 def quick_matches() -> list[tuple[Any, dict[str, Any]]]:
