@@ -43,6 +43,7 @@ from exportkit.onnx_files.decomposition import (
     either,
     not_of,
 )
+from exportkit.onnx_files.einsum import EINSUM
 from exportkit.onnx_files.exact import (
     ADDITIONS,
     EXACT,
@@ -477,6 +478,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.fft_fftshift.default: _fftshift,
     aten.fft_ifftshift.default: _ifftshift,
     aten.scaled_dot_product_attention.default: Decomposition(_attention, _is_plain_attention),
+    **EINSUM,
     **EXACT,
     **ORDERING,
     **POOLS,
