@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
