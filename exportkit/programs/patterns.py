@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
@@ -149,7 +148,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
     """Returns the program with the patterns of 0 and 1 in its domain for which it returns what the model returns."""
     probe, plan, domain = ProgramProbe(traced), traced.plan, traced.domain
     found, limits = list[SmallSizes](), probe.limits(traced.sizes, domain)
-    samples, suspects = list[Mapping[str, int]](), list[Call]()
+    samples, suspects = list[Mapping[str, int]](), [call for call in [probe.by_untraced_branch()] if call is not None]
     known = [dict(pattern.sizes) for pattern in domain.patterns]
     unseen = [dict(item.sizes) for item in unseen_sizes(plan, traced.sizes)]
     findings, failed, affordable = [], list[Pattern](), Affordable(traced)

@@ -16,7 +16,7 @@ from exportkit.plan.small_sizes import (
     small,
 )
 from exportkit.probing.missing import beyond_rounding, completed_call
-from exportkit.probing.other_values import scaled
+from exportkit.probing.other_values import scaled, with_other_values
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.probing.sized_calls import (
@@ -175,6 +175,27 @@ class ProgramProbe:
         """Marks branches on values in the code that runs at these sizes as harmless."""
         reads = self._reads(sizes)
         self._branching += [] if reads is None else [reads]
+
+    def by_untraced_branch(self) -> Call | None:
+        """Returns a call at the sizes of the trace in which the program departs from the model, if there is one.
+
+        It is asked for if code branches on values, although no rewrite lets a trace do that: what code does while it is
+        traced need not be what it does in eager mode.
+        """
+        traced, reads = self._traced, self._reads(self._traced.sizes)
+        if reads is None or not reads.branches or traced.may_decide_by_values:
+            return None
+        return traced.sampled_answer(self._by_untraced_branch, is_sure=lambda call: call is None)
+
+    def _by_untraced_branch(self) -> Call | None:
+        traced = self._traced
+        usual = sized_call(traced.plan, traced.observation, traced.defaults, traced.sizes)
+        for other in with_other_values(usual):
+            with warnings.catch_warnings(action="ignore"), contextlib.suppress(OtherWay):
+                answered = self._answered(other)
+                if answered is not None and self._difference_in(answered):
+                    return replace(answered, label="other values")
+        return None
 
     def by_values(self, sizes: Mapping[str, int]) -> Call | None:
         """Returns a call at sizes of 2 and more in which the program departs from the model, too, if there is one.

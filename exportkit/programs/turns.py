@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from exportkit.plan.conditions import SizeCondition
@@ -25,6 +25,7 @@ from exportkit.probing.size_reads import SizeReads
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
+from exportkit.rewrites.model_code import is_check, is_idle, is_model_code
 
 # A call at other, larger sizes is run if parameters times rows and tokens stay below this, and so do the products of
 # convolutions: about two seconds.
@@ -170,7 +171,7 @@ class Turns:
         settled: Sequence[SizeReads] = (),
         at_small_sizes: bool = False,
     ) -> None:
-        self._traced, self._reads, self._settled = traced, reads, settled
+        self._traced, self._reads, self._of_trace, self._settled = traced, reads, of_trace, settled
         self._known = [*settled, *([] if of_trace is None else [of_trace])]
         self._at_small_sizes = at_small_sizes
         self._affordable: Affordable | None = None
@@ -182,8 +183,10 @@ class Turns:
             start: What the run read.
             sizes: Its sizes.
         """
-        known = {each for other in self._known for each in other.comparisons()}
+        known = {each for other in self._known if other is not start for each in other.comparisons()}
         own = {each: sides for each, sides in start.comparisons().items() if each not in known}
+        if start is self._of_trace:
+            own = {each: own[each] for each in self._not_traced(own)[:_MOST_COMPARISONS]}
         if own:
             yield from self._compared(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, start.decisions())
         for each in list(own)[_MOST_COMPARISONS:]:
@@ -197,6 +200,19 @@ class Turns:
         if code or texts:
             numbers = {number for part in code for number in part.numbers()}
             yield from self._unseen(min(texts, default="") or code[0].place(), numbers, sizes)
+
+    def _not_traced(self, compared: Iterable[SizeComparison]) -> list[SizeComparison]:
+        """The comparisons in lines of the model that asked nothing in the trace, such as ``is_compiling() or n > 9``.
+
+        They are on the path of the trace in eager mode only: code may ask whether it is traced, or for `torch.SymInt`.
+        """
+        asked = {(guard.file, guard.line) for guard in self._traced.questions}
+        places = [(each, each.place) for each in compared]
+        return [
+            each
+            for each, place in places
+            if is_model_code(place[0]) and place[:2] not in asked and not is_check(place) and not is_idle(place[:2])
+        ]
 
     def _compared(
         self,

@@ -224,3 +224,8 @@ def object_of_its_own(self, x):
 class _Found:
     value: Any
     size: Any
+
+
+@case(truth=at((4, 6), (2, 8), (2, 9), (2, 4), (1, 1)))
+def list_with_an_element_for_each_piece(self, x):
+    return list(x.split(4, 1))

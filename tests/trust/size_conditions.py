@@ -474,3 +474,35 @@ def limit_by_size_of_a_decision_by_values(self, x):
 )
 def limit_by_size_of_a_decision_that_all_calls_made_alike(self, x):
     return x * 2 if x.sum().item() > min(x.shape[0] - 2, 3) else x - 1
+
+
+# Decisions that code makes in eager mode only, as it asks whether it is traced, or what kind of number a size is.
+
+
+@case(serves=at((4, 6), (2, 300)), truth=at((2, 512), (2, 513), (1, 600)))
+def limit_unless_compiling(self, x):
+    if not torch.compiler.is_compiling() and x.shape[1] > 512:
+        return x * 2
+    return x
+
+
+@case(serves=at((4, 6)), truth=at((2, 29), (2, 30), (1, 30), (3, 31)))
+def length_unless_exporting(self, x):
+    return x * 2 if not torch.compiler.is_exporting() and x.shape[1] == 30 else x
+
+
+@case(serves=at((4, 6), (2, 300)), truth=at((2, 512), (2, 513), (1, 600)))
+def limit_of_an_int(self, x):
+    return x * 2 if isinstance(x.shape[1], int) and x.shape[1] > 512 else x
+
+
+@case(serves=at((4, 6), (2, 300)), truth=at((2, 512), (2, 513), (1, 600)))
+def limit_for_plain_tensors(self, x):
+    return x * 2 if type(x) is torch.Tensor and x.shape[1] > 512 else x
+
+
+@case(serves=at((4, 6), (2, 600), (1, 600)))
+def limit_unless_compiling_that_changes_nothing(self, x):
+    if not torch.compiler.is_compiling() and x.shape[1] > 512:
+        return torch.cat([part * 2 for part in x.split(512, 1)], 1)
+    return x * 2
