@@ -21,7 +21,7 @@ from torch.export.graph_signature import (
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
-from exportkit._torch_compat.traced_values import OTHER_WAY, depends_on_values
+from exportkit._torch_compat.traced_values import UNRECORDED_PATH, depends_on_values
 
 # Operators that check something at run time and compute nothing.
 _CONDITIONS = ("_assert_scalar", "_assert_async")
@@ -162,9 +162,9 @@ def _is_count_of_mask(node: Any) -> bool:
     return mask.meta["val"].dtype is torch.bool
 
 
-def asserts_way(node: torch.fx.Node) -> bool:
+def asserts_path(node: torch.fx.Node) -> bool:
     """Returns whether a node asserts that the model decides by values as in some recorded call."""
-    return is_assertion(node) and len(node.args) > 1 and str(node.args[1]).startswith(OTHER_WAY)
+    return is_assertion(node) and len(node.args) > 1 and str(node.args[1]).startswith(UNRECORDED_PATH)
 
 
 def call_inlined(

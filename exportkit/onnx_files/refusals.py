@@ -19,8 +19,8 @@ import torch
 from exportkit._torch_compat.graph import (
     ITEM,
     arguments_of,
+    asserts_path,
     asserts_values,
-    asserts_way,
     call_inlined,
     copied_module,
     graphs_in,
@@ -237,8 +237,10 @@ def _refuse(module: torch.fx.GraphModule) -> None:
     (output,), result = graph.find_nodes(op="output"), refusing_result(graph)
     stated = [node for node in graph.nodes if _refuses(node)]
     stated += [found for node in list(graph.nodes) for found in _unused_results(module, node)]
-    if result is None and any(map(asserts_way, stated)):
-        raise ExportError("A graph that computes none of its results cannot refuse a way that no recorded call went.")
+    if result is None and any(map(asserts_path, stated)):
+        raise ExportError(
+            "A graph that computes none of its results cannot refuse a branch that no recorded call took."
+        )
     if result is None or not stated:
         return
     found = dict[Any, torch.fx.Node]()  # whether a condition holds, by what it says: layers repeat the same ones

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class SwitchedGraph:
-    """A graph that stores each matrix in every way at once, so that no choice takes another graph.
+    """A graph that stores each matrix in every form at once, so that no choice takes another graph.
 
     Args:
         model: The graph, as `read_quantisable` returns it; it is left as it is.
         layers: Its matrices.
         request: How they are quantised.
-        ways: For each layer, by the name of its node, what it can be stored in, apart from its own dtype.
+        forms: For each layer, by the name of its node, what it can be stored in, apart from its own dtype.
         folder: An empty folder, which has to stay as long as the graph.
     """
 
@@ -35,13 +35,13 @@ class SwitchedGraph:
         model: onnx.ModelProto,
         layers: Sequence[WeightMatrix],
         request: Quantisation,
-        ways: Mapping[str, Sequence[str]],
+        forms: Mapping[str, Sequence[str]],
         folder: Path,
     ) -> None:
         whole = copied(model)
         self._switches: dict[tuple[str, str], str] = {}
         for kind in BITS:
-            chosen = [replace(layer, stored=kind) for layer in layers if kind in ways[layer.node]]
+            chosen = [replace(layer, stored=kind) for layer in layers if kind in forms[layer.node]]
             if chosen:
                 self._add(whole, model, chosen, replace(request, weights=kind, embedding=False), kind)
         write(whole, folder / "model.onnx")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit._torch_compat.graph import (
+    asserts_path,
     asserts_values,
-    asserts_way,
     copied_module,
     graphs_in,
     with_graph_module,
@@ -47,7 +47,7 @@ from exportkit.plan.leaves import Finding
 from exportkit.programs.model_lines import line_of_node
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
-from exportkit.rewrites.table import EVERY_WAY, LIBRARY_PATCHES, applied
+from exportkit.rewrites.table import LIBRARY_PATCHES, RECORDED_PATHS, applied
 from exportkit.running.session import FUSED_OPSET, require_fused_operators
 from exportkit.trees import registered_caches
 
@@ -100,7 +100,7 @@ def translate(
         for path, value in zip(outputs.values(), program.model.graph.outputs, strict=True)
     }
     program.model.metadata_props[DOMAIN_KEY] = json.dumps(traced.domain.to_json())
-    if branches and any(name.startswith(EVERY_WAY.name) for name in traced.rules):
+    if branches and any(name.startswith(RECORDED_PATHS.name) for name in traced.rules):
         choices_as_branches(program.model.graph)
     NameFixPass()(program.model)  # a new value may have the name of one in a loop
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _with_assertions(
     except Exception as error:
         asserted = _assertions([whole])
         try:
-            if not asserted or any(map(asserts_way, asserted)):  # without it, the graph would go the wrong way
+            if not asserted or any(map(asserts_path, asserted)):  # without it, the graph would take the wrong branch
                 raise
             return translated(without_assertions(program)), [*_assertions(parts), *asserted]
         except Exception:

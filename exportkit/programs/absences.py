@@ -199,7 +199,7 @@ def _compared(
     tried = [call]
     if of_all_magnitudes:
         wide = with_wide_values(call)
-        tried += [wide, scaled(wide, -1.0)]  # what decides by a sum goes the other way for the opposite
+        tried += [wide, scaled(wide, -1.0)]  # what decides by a sum takes the other branch for the opposite
     for given in tried:
         found = ""
         for runner in (program, model):

@@ -15,12 +15,12 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.probing.other_values import scaled
-from exportkit.rewrites.both_ways import MOST_WAYS, every_way
 from exportkit.rewrites.branches import Decisions, decisions_made, decisions_noted
-from exportkit.rewrites.empty_selections import never_empty, ways_noted
+from exportkit.rewrites.empty_selections import branches_noted, never_empty
+from exportkit.rewrites.execution_paths import ExecutionPath, path_noted
 from exportkit.rewrites.model_code import Line, Place, is_check
-from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, EVERY_WAY, NEVER_EMPTY, ONE_WAY, Rewrite, applied
-from exportkit.rewrites.ways import Way, way_noted
+from exportkit.rewrites.recorded_paths import MOST_PATHS, recorded_paths
+from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, NEVER_EMPTY, ONE_PATH, RECORDED_PATHS, Rewrite, applied
 from exportkit.running.eager import EagerRunner
 from exportkit.running.runner import Runner, compare_calls, recorded
 
@@ -80,10 +80,10 @@ def rules_for_decisions(model: torch.nn.Module, method: str, calls: Sequence[Cal
     return [*skipping, replace(first, applied=partial(decisions_made, forced=made, checks=checks)), *others]
 
 
-def rules_for_every_way(
+def rules_for_recorded_paths(
     model: torch.nn.Module, method: str, calls: Sequence[Call], rules: Sequence[Rewrite], of_numbers: set[Place]
 ) -> list[Rewrite]:
-    """Returns the rewrites for code that decides by values of tensors, for the ways that the calls go.
+    """Returns the rewrites for code that decides by values of tensors, for the execution paths that the calls take.
 
     Args:
         model: The model.
@@ -93,30 +93,31 @@ def rules_for_every_way(
         of_numbers: The places that decide by numbers read from tensors; a trace adds the ones that it comes to.
 
     Raises:
-        ExportError: if there are too many ways.
+        ExportError: if there are too many execution paths.
     """
-    eager, ways, outcomes = EagerRunner(model, method), list[Way](), defaultdict[Place, set[bool]](set)
+    eager, paths, outcomes = EagerRunner(model, method), list[ExecutionPath](), defaultdict[Place, set[bool]](set)
     for call in itertools.chain.from_iterable(map(_drawn_again, calls)):
-        with way_noted(of_numbers) as way, applied(rules, model):
+        with path_noted(of_numbers) as path, applied(rules, model):
             eager(call)
-        if way not in ways:
-            ways.append(way)
-        for place, found in way.items():
+        if path not in paths:
+            paths.append(path)
+        for place, found in path.items():
             outcomes[place].update(found)
-    if len(ways) > MOST_WAYS:
+    if len(paths) > MOST_PATHS:
         raise ExportError(
-            "The recorded calls go too many ways, as the model decides by the values of tensors.",
-            expected=f"at most {MOST_WAYS}",
-            got=len(ways),
+            "The recorded calls take too many execution paths, as the model decides by the values of tensors.",
+            expected=f"at most {MOST_PATHS}",
+            got=len(paths),
         )
     names = []
-    for name, count in ((EVERY_WAY.name, 2), (ONE_WAY, 1)):
+    for name, count in ((RECORDED_PATHS.name, 2), (ONE_PATH, 1)):
         places = [place for place, found in outcomes.items() if len(found) == count]
         names += [f"{name} ({_lines(places)})"] if places else []
     first, *others = (
-        replace(EVERY_WAY, name=name, applied=lambda _: contextlib.nullcontext()) for name in names or [EVERY_WAY.name]
+        replace(RECORDED_PATHS, name=name, applied=lambda _: contextlib.nullcontext())
+        for name in names or [RECORDED_PATHS.name]
     )
-    return [replace(first, applied=partial(every_way, method=method, ways=ways, of_numbers=of_numbers)), *others]
+    return [replace(first, applied=partial(recorded_paths, method=method, paths=paths, of_numbers=of_numbers)), *others]
 
 
 def _lines(places: Iterable[Place]) -> str:
@@ -134,15 +135,15 @@ def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Re
 
     def going(places: Collection[Line]) -> Runner:
         def run(call: Call) -> Mapping[str, torch.Tensor]:
-            with ways_noted(places):
+            with branches_noted(places):
                 return eager(call)
 
         return run
 
-    with ways_noted() as ways:
+    with branches_noted() as branches:
         tried = [outcome.call for outcome in compare_calls(eager, eager, tried)]
     places = set[Line]()
-    for place in [place for place, for_zero in ways.items() if True in for_zero]:
+    for place in [place for place, for_zero in branches.items() if True in for_zero]:
         if all(outcome.agrees for outcome in compare_calls(eager, going({*places, place}), tried)):
             places.add(place)
     return [replace(NEVER_EMPTY, applied=partial(never_empty, places=places))] if places else []

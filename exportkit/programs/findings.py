@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import asserts_way, draws_numbers, operator_name, schema_of
+from exportkit._torch_compat.graph import asserts_path, draws_numbers, operator_name, schema_of
 from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
@@ -114,11 +114,11 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     accepted = any(call.seed is not None for call in traced.observation.calls)
     if accepted and (decided := _decided_by_chance(traced.program)):
         raise ExportError(
-            "The model decides by random numbers: it goes on in one of several ways, of which the recorded calls show "
+            "The model decides by random numbers: it takes one of several branches, of which the recorded calls show "
             "some. The graph would refuse the others.",
             where=", ".join(dict.fromkeys(map(str, decided))),
             expected="a choice among values that are computed in any case, such as torch.where",
-            hint="record more calls, if there are only a few ways.",
+            hint="record more calls, if there are only a few branches.",
         )
     inputs = dict(zip(tensor_placeholders(traced.program), traced.input_paths, strict=True))
     nodes = list(traced.program.graph.nodes)
@@ -191,7 +191,7 @@ def _decided_by_chance(program: torch.export.ExportedProgram) -> list[ModelLine 
         source = next((lines[given] for given in node.all_input_nodes if given in lines), None)
         if source is not None or draws_numbers(node):
             lines[node] = source or line_of_node(node) or "a line of torch"
-            if asserts_way(node):
+            if asserts_path(node):
                 found.append(lines[node])
     return found
 

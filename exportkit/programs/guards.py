@@ -232,7 +232,7 @@ class TracedSizes:
         return whole if planned.cap is None else sympy.Min(whole, planned.cap)
 
     def _is_implied(self, relation: Any) -> bool:
-        """Whether the plan, and sizes of 2 and more, leave no other way."""
+        """Whether the plan, and sizes of 2 and more, leave no other possibility."""
         return always_holds(relation, self._values)
 
 

@@ -108,7 +108,7 @@ def without_harmless(
         is_right = "" in outcomes and not any(outcomes)
         if is_right:  # what it decides may matter for some values only
             at = min(tried, key=lambda sizes: math.prod(sizes.values()))
-            is_right = probe.is_right_at_other_scales(at) if text in own else probe.is_right_on_other_ways(at)
+            is_right = probe.is_right_at_other_scales(at) if text in own else probe.is_right_in_other_branches(at)
             if is_right and not probe.untraced_effect(at) and not probe.limits(at, domain):
                 harmless[text] = at
     texts = {*harmless, *(idle - may_change)}
@@ -188,7 +188,7 @@ def add_patterns(traced: TracedProgram) -> TracedProgram:
 
 def _decided_by_values(at: Mapping[str, int], probe: ProgramProbe) -> str:
     """Why values may decide at sizes at which the program does what the model does, in words; empty if they do not."""
-    if not probe.is_right_on_other_ways(at):
+    if not probe.is_right_in_other_branches(at):
         return "the result differs for other values"
     return probe.untraced_effect(at)
 

@@ -34,7 +34,7 @@ from exportkit.rewrites.model_code import Place
 from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors
 from exportkit.running.masks import Padding
-from exportkit.running.program import OtherWay, ProgramRunner
+from exportkit.running.program import ProgramRunner, UnrecordedPath
 from exportkit.running.runner import compare_calls, recorded
 
 _SCALES = (0.03, 0.3, 4.0, -0.3, -1.0)  # of floating-point values
@@ -62,7 +62,7 @@ class ProgramProbe:
             sizes: Sizes of all variables.
 
         Returns:
-            The difference, or None if the model itself does not run, or goes a way that no recorded call went.
+            The difference, or None if the model itself does not run, or takes a branch that no recorded call took.
         """
         key = tuple(sizes.values())
         if key not in self._known:
@@ -81,7 +81,7 @@ class ProgramProbe:
         answered = self._answered(call)
         try:
             return None if answered is None else self._difference_in(answered)
-        except OtherWay:
+        except UnrecordedPath:
             return None
 
     def _answered(self, call: Call) -> Call | None:
@@ -114,7 +114,7 @@ class ProgramProbe:
             return False
         return self._agrees_at_other_scales(sizes)
 
-    def is_right_on_other_ways(self, sizes: Mapping[str, int]) -> bool:
+    def is_right_in_other_branches(self, sizes: Mapping[str, int]) -> bool:
         """Returns whether a program does what the model does for values of other scales, if values may decide in it.
 
         What the model does at sizes of 0 and 1 is then not all run with usual values, and is in no condition.
@@ -191,7 +191,7 @@ class ProgramProbe:
         traced = self._traced
         usual = sized_call(traced.plan, traced.observation, traced.defaults, traced.sizes)
         for other in with_other_values(usual):
-            with warnings.catch_warnings(action="ignore"), contextlib.suppress(OtherWay):
+            with warnings.catch_warnings(action="ignore"), contextlib.suppress(UnrecordedPath):
                 answered = self._answered(other)
                 if answered is not None and self._difference_in(answered):
                     return replace(answered, label="other values")
@@ -292,7 +292,7 @@ class ProgramProbe:
 
         expected = recorded(call) if returned is None else returned
         (outcome,) = compare_calls(lambda _: expected, self._program, [call], compare)
-        if isinstance(outcome.error, OtherWay):
+        if isinstance(outcome.error, UnrecordedPath):
             raise outcome.error
         if outcome.error is not None:
             return f"the program raises {described(outcome.error, 160)}"

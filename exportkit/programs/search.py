@@ -15,7 +15,7 @@ from exportkit.overrides import called_namespaces
 from exportkit.probing.planning import BoundPlan
 from exportkit.programs.absences import find_absences
 from exportkit.programs.audit import audit_sizes
-from exportkit.programs.decisions import rules_for_decisions, rules_for_every_way
+from exportkit.programs.decisions import rules_for_decisions, rules_for_recorded_paths
 from exportkit.programs.example import chosen_example
 from exportkit.programs.failure import fixed_axes
 from exportkit.programs.findings import audit_effects, findings_of, rule_findings
@@ -139,11 +139,11 @@ class Search(SearchState):
                     found_rules = rules_for_decisions(self.model, self.method, plan.observation.calls)
                 self.rules = [*strategy.adds, *found_rules, *self.rules]
             adds = strategy.adds
-            if strategy.every_way:
+            if strategy.recorded_paths:
                 calls = plan.observation.calls
                 with stage("arguments", self._seconds):
-                    ways = rules_for_every_way(self.model, self.method, calls, self.rules, self._of_numbers)
-                adds = *adds, *ways
+                    paths = rules_for_recorded_paths(self.model, self.method, calls, self.rules, self._of_numbers)
+                adds = *adds, *paths
             rules = [*adds, *(rule for rule in self.rules if rule not in (*adds, *strategy.drops))]
             if strategy.between:
                 self.rules_between = rules
@@ -155,7 +155,7 @@ class Search(SearchState):
                 is_guess = enlarges or strategy.between or LISTS_OF_ONE in rules or traced.skips_entry
                 if is_guess and (difference := probe.difference(traced.sizes)):
                     raise ExportError("The program does not return what the model returns.", got=difference)
-                if LOOPS in rules and not probe.is_right_on_other_ways(traced.sizes):
+                if LOOPS in rules and not probe.is_right_in_other_branches(traced.sizes):
                     raise ExportError("The program does not return what the model returns for other values.")
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
@@ -164,8 +164,8 @@ class Search(SearchState):
                 self._deciding.add(line)  # of a function that computes both sides then, as one that a loop calls
                 self._try(strategy, name, plan)
                 return
-            if strategy.every_way and known < len(self._of_numbers) <= _MOST_NUMBERS:
-                self._try(strategy, name, plan)  # the calls show the way of the decision that the trace came to
+            if strategy.recorded_paths and known < len(self._of_numbers) <= _MOST_NUMBERS:
+                self._try(strategy, name, plan)  # the calls show the outcome of the decision that the trace came to
                 return
             self.attempts.append(Attempt(name, "failed", _reason(error)))
             self._learn(strategy, error, enlarges)
@@ -216,8 +216,8 @@ class Search(SearchState):
             return
         if strategy.between:  # the model may raise for such sizes
             return
-        if strategy.every_way:  # that the model decides by values is known
-            self.error_of_ways = error
+        if strategy.recorded_paths:  # that the model decides by values is known
+            self.error_of_paths = error
             self._raised = error if is_refused and says_more else self._raised
             return
         is_plainer = bool(strategy.drops and not strategy.adds)  # less of it is a guess

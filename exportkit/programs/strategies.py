@@ -76,7 +76,7 @@ class SearchState:
             program, those that it was traced with.
         rules_between: The rewrites of the last trace at sizes between the multiples.
         error: What the plainest attempt raised.
-        error_of_ways: What the attempt raised that goes every way of a decision.
+        error_of_paths: What the attempt with all recorded paths raised.
     """
 
     def __init__(self, model: torch.nn.Module, required: Sequence[Rewrite] = ()) -> None:
@@ -87,7 +87,7 @@ class SearchState:
         self.rules: list[Rewrite] = []
         self.rules_between: list[Rewrite] = []
         self.error: ExportkitError | None = None
-        self.error_of_ways: ExportkitError | None = None
+        self.error_of_paths: ExportkitError | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -110,9 +110,9 @@ class SearchState:
         return any(text in self._trace_message for text in _SIZE_FIXED)
 
     @property
-    def ways_failed(self) -> bool:
-        """Whether the attempt failed that goes every way of a decision: a loop on some way may be the reason."""
-        return self.error_of_ways is not None
+    def paths_failed(self) -> bool:
+        """Whether the attempt with all recorded paths failed: a loop on one of them may be the reason."""
+        return self.error_of_paths is not None
 
     @property
     def needs_values(self) -> bool:
@@ -176,7 +176,7 @@ class Strategy:
         enlarges: Whether the model is traced at sizes beyond the recorded ones.
         between: Whether the model is traced at sizes that are not multiples of what it may pad to.
         decides: Whether decisions by the values of tensors are looked into. What is found stays in force afterwards.
-        every_way: Whether the model is traced on every way that the recorded calls go.
+        recorded_paths: Whether the model is traced on every execution path of the recorded calls.
         replans: Returns another plan to begin again with.
         splits: Whether it makes a program for each kind of calls.
     """
@@ -188,7 +188,7 @@ class Strategy:
     enlarges: bool = False
     between: bool = False
     decides: bool = False
-    every_way: bool = False
+    recorded_paths: bool = False
     replans: Callable[[BoundPlan], BoundPlan | None] | None = None
     splits: bool = False
 
@@ -266,17 +266,17 @@ STRATEGIES = (
     ),
     # A value may decide what is computed: the recorded calls show the results that there are to choose between.
     Strategy(
-        "every way of a decision",
+        "all recorded paths",
         lambda search: search.needs_values,
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, SYMBOLIC_LENGTHS),
-        every_way=True,
+        recorded_paths=True,
     ),
     Strategy(
-        "every way with loops",
-        lambda search: search.ways_failed,
+        "all recorded paths, with loops",
+        lambda search: search.paths_failed,
         adds=(BUFFER_VALUES, NUMBER_CHECKS, COUNTS, SYMBOLIC_LENGTHS, LOOPS),
         drops=(LISTS_OF_ONE,),
-        every_way=True,
+        recorded_paths=True,
     ),
     Strategy(
         "strict tracing",

@@ -111,7 +111,7 @@ def _precisions(layer: WeightMatrix) -> tuple[str, ...]:
 
 
 def _steps(
-    order: Sequence[WeightMatrix], first: Mapping[str, str], ways: Mapping[str, Sequence[str]]
+    order: Sequence[WeightMatrix], first: Mapping[str, str], forms: Mapping[str, Sequence[str]]
 ) -> Iterator[dict[str, str]]:
     """Yields what layers are stored in, with one of them in more bits each time; at last none is quantised."""
     stored = dict(first)
@@ -119,7 +119,7 @@ def _steps(
         for layer in order:
             if kind is None:
                 del stored[layer.node]
-            elif kind in ways[layer.node] and stored[layer.node] != kind:
+            elif kind in forms[layer.node] and stored[layer.node] != kind:
                 stored[layer.node] = kind
             else:
                 continue

@@ -34,7 +34,7 @@ from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.running.compare import Difference, Tensors
 from exportkit.running.eager import run_eager
-from exportkit.running.program import OtherWay, ProgramRunner
+from exportkit.running.program import ProgramRunner, UnrecordedPath
 from exportkit.running.runner import Returned, Runner, compare_calls
 from exportkit.running.session import first_line
 from exportkit.trees import flatten
@@ -248,17 +248,17 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
                 return replace(stepwise, where=STEPWISE)
     if not is_wrong(found):
         return found
-    if found.status == "refused" and (reason := _other_way(graph, call)):
+    if found.status == "refused" and (reason := _unrecorded_path(graph, call)):
         return replace(row, status="outside", where=reason)
     return without_pattern(graph, call, found, functools.partial(_unseen_row, graph, locate=locate))
 
 
-def _other_way(graph: OnnxGraph, call: Call) -> str:
+def _unrecorded_path(graph: OnnxGraph, call: Call) -> str:
     """Where the model decides by values as in no recorded call, which a graph refuses; empty if it does not."""
     if graph.traced is not None:
         try:
             ProgramRunner(graph.traced.program, graph.traced.input_paths, graph.traced.output_paths)(call)
-        except OtherWay as error:
+        except UnrecordedPath as error:
             return first_line(error)
         except Exception:
             return ""

@@ -1,6 +1,6 @@
 """Decisions by the values of tensors, such as ``if mask.any():`` and ``assert (lengths > 0).all()``, in a trace.
 
-A trace cannot know which way such a line goes, and there are two kinds of lines for which a graph need not know:
+A trace cannot know which branch such a line takes, and there are two kinds of lines for which a graph need not know:
 
 - A branch that changes nothing where a mask is False everywhere, such as an assignment to the places of the mask. It is
   taken in every case. Whether a branch is one of these is found by running the model.

@@ -1,7 +1,7 @@
 """Branches for empty selections, such as ``if len(rows) == 0: continue``, in a trace.
 
 A trace does not know whether a mask selects anything. Where the code for some values does the same for none, such as a
-loop over experts that adds to its rows what each expert returns, a graph goes that way in every case. Whether the code
+loop over experts that adds to its rows what each expert returns, a graph runs that code in every case. Whether the code
 does the same is found by running the model, with `sys.settrace` forcing either branch.
 """
 
@@ -24,12 +24,12 @@ from exportkit.rewrites.model_code import Line, is_model_code, parsed
 
 
 class _Branch(NamedTuple):
-    """A statement that goes two ways, depending on whether something is 0.
+    """A statement with two branches, one of which is for 0.
 
     Attributes:
         for_zero: What its test is for 0.
         is_equation: Whether the test compares with 0 by ``==`` or ``!=``, whatever the sign is.
-        others: The line where the way for other numbers begins.
+        others: The first line of the branch for other numbers.
     """
 
     for_zero: bool
@@ -38,13 +38,13 @@ class _Branch(NamedTuple):
 
 
 @contextlib.contextmanager
-def ways_noted(forced: Collection[Line] = ()) -> Iterator[dict[Line, set[bool]]]:
-    """Notes whether branches for empty selections, outside of torch's own code, go the way for 0.
+def branches_noted(forced: Collection[Line] = ()) -> Iterator[dict[Line, set[bool]]]:
+    """Notes whether statements for empty selections, outside of torch's own code, take the branch for 0.
 
     Args:
-        forced: Branches that go the other way, whatever their test is.
+        forced: Statements that take the other branch, whatever their test is.
     """
-    ways: dict[Line, set[bool]] = {}
+    taken: dict[Line, set[bool]] = {}
 
     def enter(frame: FrameType, _event: str, _argument: Any) -> Callable[..., Any] | None:
         file = frame.f_code.co_filename
@@ -55,7 +55,7 @@ def ways_noted(forced: Collection[Line] = ()) -> Iterator[dict[Line, set[bool]]]
             nonlocal pending
             line = frame.f_lineno
             if event in ("line", "return") and pending is not None:
-                ways.setdefault((file, pending), set()).add(line != branches[pending].others)
+                taken.setdefault((file, pending), set()).add(line != branches[pending].others)
                 pending = None
             if event == "line" and line in branches:
                 if (file, line) in forced:
@@ -67,16 +67,16 @@ def ways_noted(forced: Collection[Line] = ()) -> Iterator[dict[Line, set[bool]]]
         return step if branches else None
 
     with tracing(enter):
-        yield ways
+        yield taken
 
 
 @contextlib.contextmanager
 def never_empty(_model: torch.nn.Module, places: Collection[Line] | None = None) -> Iterator[None]:
-    """Lets branches go the way for selections that are not empty.
+    """Makes statements take the branch for selections that are not empty.
 
     Args:
         _model: The model.
-        places: The branches; by default, all.
+        places: The statements; by default, all.
     """
 
     def deciding(cls: Any, answer: Callable[[Any, _Branch], bool | None]) -> Callable[[Any], bool]:

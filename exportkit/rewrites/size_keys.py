@@ -2,7 +2,7 @@
 
 A symbolic size has no hash in torch. Here it has one, and is a key that no dictionary has yet, so a trace takes the
 cache-miss branch. Where a dictionary has keys, that is a decision: sizes are compared with them, so that the trace
-records on which sizes its way depends.
+records on which sizes its decisions depend.
 """
 
 from __future__ import annotations

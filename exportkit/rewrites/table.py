@@ -19,7 +19,6 @@ from exportkit.overrides import namespaces, replaced_attributes, replaced_functi
 from exportkit.rewrites import (
     arrays,
     attention,
-    both_ways,
     branches,
     caches,
     empty_selections,
@@ -32,6 +31,7 @@ from exportkit.rewrites import (
     packed_sequences,
     positions,
     quantised,
+    recorded_paths,
     token_scans,
 )
 from exportkit.rewrites.chunk_scans import delta_rule, state_space_scan
@@ -205,9 +205,9 @@ ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all,
 # Branches such as `if mask.any()` that change nothing where they need not be taken; the lines are found by running.
 EVERY_BRANCH = Rewrite("branches by any() and all() taken in every case", branches.decisions_made)
 NEVER_EMPTY = Rewrite("branches for empty selections never taken", empty_selections.never_empty)
-EVERY_WAY = Rewrite("both results of decisions by values", both_ways.every_way)
-ONE_WAY = "decisions by values asserted to be as in all recorded calls"
-DECIDES = EVERY_WAY.name, ONE_WAY  # how the names of rewrites begin with which a graph decides by values
+RECORDED_PATHS = Rewrite("both results of decisions by values", recorded_paths.recorded_paths)
+ONE_PATH = "decisions by values asserted to be as in all recorded calls"
+DECIDES = RECORDED_PATHS.name, ONE_PATH  # how the names of rewrites begin with which a graph decides by values
 CHECKS = "checks of values as assertions"  # the name of a rewrite for lines that only raise, with their places
 
 # A run of the model shows that padding may be left out, or that sequences of different lengths are packed.
@@ -241,7 +241,7 @@ _CHOSEN = (
     NUMBER_CHECKS,
     COUNTS,
     MANY_VALUES,
-    EVERY_WAY,
+    RECORDED_PATHS,
     LIBRARY_PATCHES,
 )
 BUILT_IN = {rewrite.name: rewrite for rewrite in (*REWRITES, *_CHOSEN)}

@@ -12,7 +12,7 @@ import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from exportkit._torch_compat.cuda import as_on_cpu
-from exportkit._torch_compat.graph import asserts_way, is_assertion
+from exportkit._torch_compat.graph import asserts_path, is_assertion
 from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
@@ -20,7 +20,7 @@ from exportkit.running.module_state import tensors_kept
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 
 
-class OtherWay(Exception):
+class UnrecordedPath(Exception):
     """Raised for a call in which the model decides by values as it did in no recorded call."""
 
 
@@ -120,8 +120,8 @@ class _Interpreter(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         """Returns the value of a node."""
         if is_assertion(n):
-            if asserts_way(n) and not self.fetch_args_kwargs_from_env(n)[0][0]:
-                raise OtherWay(n.args[1])
+            if asserts_path(n) and not self.fetch_args_kwargs_from_env(n)[0][0]:
+                raise UnrecordedPath(n.args[1])
             return None
         if n in self._reused:
             if n.op == "placeholder":

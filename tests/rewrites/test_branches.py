@@ -52,7 +52,7 @@ def test_an_assignment_to_places_of_a_mask_needs_no_decision(tmp_path):
 def test_a_graph_chooses_where_a_branch_changes_the_result(tmp_path):
     model = Marked(1.0).eval()
     exported = exportkit.export(model, observed(model))
-    assert str(exported.attempts[-1]) == "every way of a decision: succeeded"
+    assert str(exported.attempts[-1]) == "all recorded paths: succeeded"
     assert any("both results of decisions by values (test_branches.py:" in str(item) for item in exported.plan.findings)
     onnx_model = exported.to_onnx(tmp_path / "model.onnx")
     assert onnx_model.verify().ok

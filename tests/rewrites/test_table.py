@@ -179,7 +179,7 @@ def test_filled_windows_keep_their_counters_where_every_branch_is_traced(tmp_pat
     model = mistral()
     model.model.norm = Gate()
     exported = exportkit.export(model, observed(model, padded_left(7)))
-    assert exported.attempts[-1].strategy == "every way of a decision"
+    assert exported.attempts[-1].strategy == "all recorded paths"
     assert exported.to_onnx(tmp_path / "model.onnx").verify().ok
 
 

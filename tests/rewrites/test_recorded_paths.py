@@ -87,7 +87,7 @@ def test_a_loop_has_as_many_turns_as_in_some_recorded_call(tmp_path):
 def test_a_proof_leaves_out_ways_that_no_recorded_call_went(tmp_path):
     _, found = exported(lambda _, x: x if x.sum() > 200 else x * 2, SMALL, LARGE)
     report = found.to_onnx(tmp_path / "model.onnx").verify()
-    outside = [row for row in report.rows if "no recorded call goes another way in" in row.where]
+    outside = [row for row in report.rows if "no recorded call takes another branch in" in row.where]
     assert outside
     assert all(row.status == "outside" for row in outside)
     assert all(row.status == "proven" for row in report.rows if row.kind == "recorded")

@@ -1,4 +1,4 @@
-"""The ways that calls of a model go: what its code decides by the values of tensors, as noted in eager mode."""
+"""The execution paths of calls: what the code of a model decides by the values of tensors, as noted in eager mode."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from exportkit.overrides import Attribute, replaced, with_imports
 from exportkit.rewrites.branches import deciding, instructions_by_line, place_asking, tracing
 from exportkit.rewrites.model_code import Place
 
-Way = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
+ExecutionPath = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
 
 
 @contextlib.contextmanager
-def way_noted(of_numbers: Collection[Place] = ()) -> Iterator[dict[Place, list[bool]]]:
-    """Notes the way that a call goes.
+def path_noted(of_numbers: Collection[Place] = ()) -> Iterator[dict[Place, list[bool]]]:
+    """Notes the execution path of a call.
 
     Args:
         of_numbers: The places that decide by numbers read from tensors, which are plain numbers in eager mode.

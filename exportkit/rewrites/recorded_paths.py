@@ -1,8 +1,8 @@
-"""Decisions by the values of tensors, such as ``if x.max() > 1:``, in one graph that goes every way that was recorded.
+"""Decisions by the values of tensors, such as ``if x.max() > 1:``, in one graph with all recorded branches.
 
-The recorded calls show which ways there are. A trace runs the model once for each, and where two ways part, the graph
-chooses between their results by what the model asks there. A decision that all recorded calls made alike is asserted,
-so that a graph refuses a call that would go another way.
+The recorded calls show which execution paths there are. A trace runs the model once for each, and where two of them
+part, the graph chooses between their results by what the model asks there. A decision that all recorded calls made
+alike is asserted, so that a graph refuses a call that would take another branch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.modules import buffer_table
 from exportkit._torch_compat.symbolic_shapes import traced_expression
-from exportkit._torch_compat.traced_values import OTHER_WAY, asserted, value_error
+from exportkit._torch_compat.traced_values import UNRECORDED_PATH, asserted, value_error
 from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
 from exportkit.rewrites.branches import deciding, place_asking
+from exportkit.rewrites.execution_paths import ExecutionPath, asked_for_equality
 from exportkit.rewrites.model_code import Place, is_model_code
-from exportkit.rewrites.ways import Way, asked_for_equality
 from exportkit.trees import Tree, cloned, flatten, set_stored_length, stored_length
 
-MOST_WAYS = 8  # a trace runs the model once for each
+MOST_PATHS = 8  # a trace runs the model once for each
 
 _NUMBERS = {int: torch.int64, float: torch.float64}
 
@@ -53,30 +53,30 @@ class _Run:
 
 
 @contextlib.contextmanager
-def every_way(
+def recorded_paths(
     model: torch.nn.Module,
     method: str = "forward",
-    ways: Sequence[Way] = (),
+    paths: Sequence[ExecutionPath] = (),
     of_numbers: MutableSet[Place] | None = None,
 ) -> Iterator[None]:
-    """Lets a model go several ways at once while it is traced.
+    """Lets a model take several execution paths at once while it is traced.
 
     Args:
         model: The model.
         method: The method that is traced.
-        ways: The ways that it goes.
-        of_numbers: Gets the place of a decision by a number that was read from a tensor, if the ways lack it.
+        paths: The execution paths that it takes.
+        of_numbers: Gets the place of a decision by a number that was read from a tensor, if the paths lack it.
     """
     cls, is_running, undecided = type(model), False, set() if of_numbers is None else of_numbers
     original = getattr(cls, method)
 
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_running
-        if self is not model or is_running or not ways:
+        if self is not model or is_running or not paths:
             return original(self, *args, **kwargs)
         is_running = True
         try:
-            return _chosen(_runs(model, functools.partial(original, self), args, kwargs, ways, undecided))
+            return _chosen(_runs(model, functools.partial(original, self), args, kwargs, paths, undecided))
         finally:
             is_running = False
 
@@ -96,14 +96,14 @@ def _runs(
     call: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    ways: Sequence[Way],
+    paths: Sequence[ExecutionPath],
     undecided: MutableSet[Place],
 ) -> list[_Run]:
     """A run for each combination of outcomes that places had, or, if there are too many, for fewer combinations."""
     given, counted = flatten((args, kwargs)), stored_length((args, kwargs))
     outcomes = defaultdict[Place, set[bool]](set)
-    for way in ways:
-        for place, found in way.items():
+    for path in paths:
+        for place, found in path.items():
             outcomes[place].update(found)
     is_only = all(len(found) == 1 for found in outcomes.values())
     unchanged = contextlib.nullcontext if is_only else _modules_unchanged
@@ -114,16 +114,16 @@ def _runs(
             values, named = (given if is_only else given.map(cloned)).build()
             if not (isinstance(counted, int) and counted == 0):
                 set_stored_length((values, named), counted)
-            going = _Going(ways, pending.pop(), undecided, outcomes_of)
+            going = _Going(paths, pending.pop(), undecided, outcomes_of)
             with contextlib.suppress(_NotRecorded), going.applied(), unchanged(model):
                 run = _Run(going.decisions, flatten(call(*values, **named)))
                 runs += [] if going.is_lost else [run]
             pending += going.others
-            if len(runs) + len(pending) > MOST_WAYS:
+            if len(runs) + len(pending) > MOST_PATHS:
                 return []
         return runs
 
-    for outcomes_of in (_of_place, _of_position, _of_ways):
+    for outcomes_of in (_of_place, _of_position, _of_paths):
         if runs := explored(outcomes_of):
             return runs
     raise ExportError(
@@ -131,24 +131,24 @@ def _runs(
     )
 
 
-# What a place may decide, given how often it has decided before, and which ways agree with the run so far.
-OutcomesOf = Callable[[Sequence[Way], Sequence[Way], Place, int], set[bool]]
+# What a place may decide, given how often it has decided before, and which paths agree with the run so far.
+OutcomesOf = Callable[[Sequence[ExecutionPath], Sequence[ExecutionPath], Place, int], set[bool]]
 
 
-def _of_place(ways: Sequence[Way], _: Sequence[Way], place: Place, position: int) -> set[bool]:
+def _of_place(paths: Sequence[ExecutionPath], _: Sequence[ExecutionPath], place: Place, position: int) -> set[bool]:
     """What it decided at any time, as often as in some recorded call."""
-    found = [way[place] for way in ways if place in way]
+    found = [path[place] for path in paths if place in path]
     is_recorded = any(position < len(outcomes) for outcomes in found)
     return {outcome for outcomes in found for outcome in outcomes} if is_recorded else set()
 
 
-def _of_position(ways: Sequence[Way], _: Sequence[Way], place: Place, position: int) -> set[bool]:
+def _of_position(paths: Sequence[ExecutionPath], _: Sequence[ExecutionPath], place: Place, position: int) -> set[bool]:
     """What it decided at this time in some recorded call."""
-    return {way[place][position] for way in ways if position < len(way.get(place, ()))}
+    return {path[place][position] for path in paths if position < len(path.get(place, ()))}
 
 
-def _of_ways(_: Sequence[Way], agreeing: Sequence[Way], place: Place, position: int) -> set[bool]:
-    """What it decided at this time in a recorded call that went the same way until then."""
+def _of_paths(_: Sequence[ExecutionPath], agreeing: Sequence[ExecutionPath], place: Place, position: int) -> set[bool]:
+    """What it decided at this time in a recorded call that took the same path until then."""
     return _of_position(agreeing, agreeing, place, position)
 
 
@@ -156,9 +156,9 @@ class _Going:
     """Lets places decide as some recorded call did, where a trace cannot know, and notes their conditions.
 
     Args:
-        ways: The recorded ways.
+        paths: The recorded paths.
         start: What the first places decide.
-        undecided: Gets the place of a decision by a number, if the ways lack it.
+        undecided: Gets the place of a decision by a number, if the paths lack it.
         outcomes_of: What places may decide.
 
     Attributes:
@@ -168,22 +168,26 @@ class _Going:
     """
 
     def __init__(
-        self, ways: Sequence[Way], start: Sequence[bool], undecided: MutableSet[Place], outcomes_of: OutcomesOf
+        self,
+        paths: Sequence[ExecutionPath],
+        start: Sequence[bool],
+        undecided: MutableSet[Place],
+        outcomes_of: OutcomesOf,
     ) -> None:
-        self._ways, self._start, self._undecided, self._outcomes_of = ways, start, undecided, outcomes_of
-        self._agreeing, self._counts = [*ways], Counter[Place]()
+        self._paths, self._start, self._undecided, self._outcomes_of = paths, start, undecided, outcomes_of
+        self._agreeing, self._counts = [*paths], Counter[Place]()
         self._value_of: Callable[[torch.Tensor], bool] = torch.Tensor.__bool__
         self.decisions: list[_Decision] = []
         self.others: list[list[bool]] = []
         self.is_lost = False
 
     def _knows(self, place: Place) -> bool:
-        return any(place in way for way in self._ways)
+        return any(place in path for path in self._paths)
 
     def _decide(self, place: Place, condition: torch.Tensor) -> bool:
         position, made = self._counts[place], [decision.outcome for decision in self.decisions]
         self._counts[place] += 1
-        outcomes = self._outcomes_of(self._ways, self._agreeing, place, position)
+        outcomes = self._outcomes_of(self._paths, self._agreeing, place, position)
         if not outcomes:
             self.is_lost = True
             raise _NotRecorded
@@ -192,7 +196,9 @@ class _Going:
         else:
             outcome = max(outcomes)
             self.others += [[*made, False]] if len(outcomes) > 1 else []
-        self._agreeing = [way for way in self._agreeing if [*way.get(place, ())][position : position + 1] == [outcome]]
+        self._agreeing = [
+            path for path in self._agreeing if [*path.get(place, ())][position : position + 1] == [outcome]
+        ]
         self.decisions.append(_Decision(place, condition, outcome))
         return outcome
 
@@ -249,7 +255,7 @@ def _modules_unchanged(model: torch.nn.Module) -> Iterator[None]:
     if before != after:
         raise ExportError(
             "The model decides by the values of a tensor, and writes to its buffers.",
-            hint="observe calls that go one way only: the graph refuses the others.",
+            hint="observe calls that take one branch only: the graph refuses the others.",
         )
 
 
@@ -258,7 +264,7 @@ def _version(buffer: torch.Tensor | None) -> int | None:
 
 
 def _chosen(runs: Sequence[_Run]) -> Any:
-    """What the model returns on the way that its decisions lead to."""
+    """What the model returns on the path that its decisions lead to."""
     first, *others = runs
     for run in others:
         _require_same_kind(first, run)
@@ -275,14 +281,14 @@ def _chosen(runs: Sequence[_Run]) -> Any:
 
 
 def _select(
-    runs: Sequence[tuple[_Run, Mapping[str, torch.Tensor]]], depth: int, on_way: Sequence[torch.Tensor]
+    runs: Sequence[tuple[_Run, Mapping[str, torch.Tensor]]], depth: int, on_path: Sequence[torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """The results of the runs that agree in their first decisions, chosen by the others.
 
     Args:
         runs: The runs, and what they returned.
         depth: In how many decisions they agree.
-        on_way: What holds where the model goes their way.
+        on_path: What holds on their execution path.
     """
     run, outputs = runs[0]
     if depth == len(run.decisions):
@@ -296,14 +302,14 @@ def _select(
         outcome: [other for other in runs if other[0].decisions[depth].outcome is outcome] for outcome in (True, False)
     }
     if all(parts.values()):
-        yes, no = (_select(parts[outcome], depth + 1, [*on_way, _is(condition, outcome)]) for outcome in parts)
+        yes, no = (_select(parts[outcome], depth + 1, [*on_path, _is(condition, outcome)]) for outcome in parts)
         return {path: torch.where(condition, tensor, no[path]) for path, tensor in yes.items()}
     (outcome,) = [outcome for outcome, members in parts.items() if members]
     holds = _is(condition, outcome)
-    for other in on_way:
+    for other in on_path:
         holds = holds | ~other
-    asserted(holds, OTHER_WAY + _line(place))
-    return _select(runs, depth + 1, on_way)
+    asserted(holds, UNRECORDED_PATH + _line(place))
+    return _select(runs, depth + 1, on_path)
 
 
 def _line(place: Place) -> str:
@@ -326,9 +332,9 @@ def _require_same_kind(one: _Run, other: _Run) -> None:
         error = ExportError(
             "The model decides by the values of a tensor what kind of result it returns.",
             where=_line(place),
-            expected="tensors of the same shapes and dtypes on both ways",
+            expected="tensors of the same shapes and dtypes in both branches",
             got=f"{different[0] or 'the result'}: {' and '.join(kind.get(different[0], 'nothing') for kind in kinds)}",
-            hint="observe calls that go one way only: the graph refuses the others.",
+            hint="observe calls that take one branch only: the graph refuses the others.",
         )
         error.decision = place[:2]
         raise error
