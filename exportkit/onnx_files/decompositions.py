@@ -172,12 +172,13 @@ def _shape(node: torch.fx.Node) -> list[Any]:
 
 
 # Functions of weights and constants alone that ONNX does not have: the quantile of a normal distribution that a model
-# looks up for a threshold, a weight that is orthogonal by construction. Or that it rounds differently, such as the
-# limits of bins.
+# looks up for a threshold, a weight that is orthogonal by construction. Or that it computes differently: it rounds the
+# limits of bins in another way, and HammingWindow has other coefficients than torch.hamming_window.
 
 _COMPUTED_HERE = (
-    "cholesky", "digamma", "erfinv", "i0", "inverse", "lgamma", "linalg_", "linspace", "logdet", "logspace", "lu_",
-    "matrix_exp", "pinverse", "polygamma", "qr", "slogdet", "special_", "svd",
+    "bartlett_window", "blackman_window", "cholesky", "digamma", "erfinv", "hamming_window", "hann_window", "i0",
+    "inverse", "kaiser_window", "lgamma", "linalg_", "linspace", "logdet", "logspace", "lu_", "matrix_exp", "pinverse",
+    "polygamma", "qr", "slogdet", "special_", "svd",
 )  # fmt: skip
 
 

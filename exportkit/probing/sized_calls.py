@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -154,7 +155,8 @@ def stepwise_outputs(plan: Plan, model: torch.nn.Module, method: str, call: Call
     new = plan.new_tokens
     if new is None or sizes[new.name] < 2 or not any(leaf.is_optional for leaf in plan.leaves):
         return None
-    steps: list[dict[str, torch.Tensor]] = []
+    returned, last = call.outputs.tensors(), dict[str, torch.Tensor]()
+    pieces: dict[str, list[torch.Tensor]] = defaultdict(list)  # all outputs of all steps may not fit into memory
 
     def one_by_one(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> None:
         cut = {name for name, value in values.items() if _depends(plan, name, value, new.name)}
@@ -162,18 +164,22 @@ def stepwise_outputs(plan: Plan, model: torch.nn.Module, method: str, call: Call
         for step in range(sizes[new.name]):
             token = {n: _token(plan, n, values[n], new.name, sizes, step) for n in cut}
             result = run({name: token.get(name, carried.get(name)) for name in values})
-            steps.append({path: tensor.clone() for path, tensor in flatten(result).tensors().items()})
+            last.update({path: tensor.clone() for path, tensor in flatten(result).tensors().items()})
+            for path, tensor in last.items():
+                if _axis_of_one(tensor, returned.get(path)) is not None:
+                    pieces[path].append(tensor)
             if isinstance(result, Mapping):
                 carried |= {name: result[name] for name in carried if result.get(name) is not None}
 
     run_eager(model, method, call, one_by_one)
-    returned = call.outputs.tensors()
-    found = {}
-    for path, tensor in steps[-1].items():
-        wanted = returned[path].shape if path in returned else tensor.shape
-        along = [axis for axis, size in enumerate(wanted) if size != tensor.shape[axis] == 1]
-        found[path] = torch.cat([step[path] for step in steps], along[0]) if along else tensor
-    return found
+    axes = {path: _axis_of_one(tensor, returned.get(path)) for path, tensor in last.items()}
+    return {path: last[path] if axis is None else torch.cat(pieces[path], axis) for path, axis in axes.items()}
+
+
+def _axis_of_one(tensor: torch.Tensor, whole: torch.Tensor | None) -> int | None:
+    """The axis on which an output has one element, and that for all tokens more; None if there is no such axis."""
+    sizes = () if whole is None else whole.shape
+    return next((axis for axis, size in enumerate(sizes) if size != tensor.shape[axis] == 1), None)
 
 
 def _depends(plan: Plan, name: str, value: Any, new: str) -> bool:

@@ -71,6 +71,11 @@ FUNCTIONS = {
     "complex arithmetic": lambda x: ((2 + x) * torch.exp(1j * x[..., :1]) / (x * 1j + 2) - 1j / 3).abs(),
     "complex choice": lambda x: torch.where(x > 0, torch.complex(x, x).conj() ** 2, 0.5).imag,
     "complex matrix product": lambda x: torch.einsum("bij,bkj->bik", torch.complex(x, x), torch.polar(x, x)).real,
+    "windows of signals": lambda x: [
+        torch.stft(x.flatten(1), 8, window=torch.hamming_window(8), return_complex=True).abs(),
+        x.amax() * torch.hann_window(9, periodic=False),
+        x.amax() * torch.kaiser_window(6) * torch.bartlett_window(6) * torch.blackman_window(6, periodic=False),
+    ],
     "product of integers and floats": lambda x: torch.einsum("i, j -> ij", torch.arange(x.shape[1]), x[0, 0]),
     "product of truth values": lambda x: torch.einsum("bij,bij->bij", x > 0, x < 1),
     "product of 16-bit integers": lambda x: torch.einsum("bij,bkj", x.short(), x.short() + 1),
