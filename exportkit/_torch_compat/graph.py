@@ -335,6 +335,21 @@ def without_guards(program: torch.export.ExportedProgram) -> torch.export.Export
     return made
 
 
+def resized(mode: str, input: torch.Tensor, sizes: Sequence[Any], factors: Sequence[Any]) -> torch.Tensor | None:
+    """Returns a resized input, computed with factors of any kind; None for other modes. Seen in torch 2.13."""
+    from torch._decomp import decompositions
+
+    found: torch.Tensor | None = None
+    if mode.startswith("nearest"):
+        resize = require(decompositions, "_upsample_nearest", "torch 2.13")
+        found = resize(input, sizes, factors, exact=mode == "nearest-exact")
+    elif mode in ("linear", "bilinear", "trilinear"):
+        found = require(decompositions, "_upsample_linear", "torch 2.13")(input, sizes, False, factors)
+    elif mode == "bicubic":
+        found = require(decompositions, "upsample_bicubic2d_default", "torch 2.13")(input, sizes, False, *factors)
+    return found
+
+
 def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that a trace decomposes operators differently.
 

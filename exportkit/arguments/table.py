@@ -179,7 +179,8 @@ def _spec(value: Any, marked: Mapping[int, Any]) -> Any:
     if type(value) in (list, tuple, deque):
         return type(value)(_spec(item, marked) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_spec(item, marked) for item in value))
+        cls: Any = type(value)
+        return cls._make(_spec(item, marked) for item in value)  # its constructor may take tensors only
     if type(value) in (dict, OrderedDict, defaultdict):
         specs = {key: _spec(item, marked) for key, item in value.items()}
         return defaultdict(None, specs) if type(value) is defaultdict else type(value)(specs)

@@ -16,6 +16,7 @@ import torch
 
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
+from exportkit.rewrites.interpolation import interpolate
 from exportkit.rewrites.lengths import holds_sizes
 from exportkit.rewrites.packed_sequences import recurrence
 from exportkit.rewrites.statistics import STATISTICS
@@ -317,6 +318,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
     (
         torch.nn.functional,
         {
+            "interpolate": interpolate,
             "one_hot": _one_hot,
             "pad": _pad,
             "scaled_dot_product_attention": _attend,

@@ -1,5 +1,7 @@
 """What the plan learns from calls whose values were not stored."""
 
+from typing import NamedTuple
+
 import torch
 
 import exportkit
@@ -87,3 +89,29 @@ def test_calls_that_differ_in_constants_alone_count_once():
         for step in range(30):
             model(torch.randn(2, 4 + step % 2), step)
     assert len(call_table(observer.observation).leaves[0].shapes) == 2
+
+
+class Segments(NamedTuple):
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+
+class CheckedSegments(Segments):
+    """Checks its tensors as it is made, as PackedSequence does."""
+
+    def __new__(cls, values, lengths):
+        assert values.device == lengths.device
+        return super().__new__(cls, values, lengths)
+
+
+class OfSegments(torch.nn.Module):
+    def forward(self, segments):
+        return segments.values * segments.lengths[:, None]
+
+
+def test_a_named_tuple_may_check_the_tensors_it_is_made_of(tmp_path):
+    model, observer = OfSegments(), exportkit.InputObserver()
+    with observer(model):
+        for rows, length in ((2, 5), (3, 7)):
+            model(CheckedSegments(torch.randn(rows, length), torch.arange(rows)))
+    assert exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify().ok

@@ -55,6 +55,20 @@ def upper_pairs(x):
     return x[:, rows] * x[:, columns]
 
 
+def resized_by_quotients(x):
+    """A table of positions for images of one size, resized as DINO does: by a bit more, so that rounding goes down."""
+    table, length = torch.arange(16.0).view(1, 1, 4, 4) * x[:1, :1, None, None], x.shape[1]
+    positions = functional.interpolate(table, scale_factor=((length + 0.1) / 4, 2.0), mode="bicubic")
+    assert positions.shape[2] == length
+    found = [functional.interpolate(table[0], scale_factor=length / 4, mode=mode) for mode in ("nearest", "linear")]
+    others = {"recompute_scale_factor": True}, {"align_corners": True}
+    return [
+        positions + x[0, :, None],
+        *found,
+        *(functional.interpolate(table, scale_factor=length / 3, mode="bilinear", **options) for options in others),
+    ]
+
+
 def in_as_many_groups_as_rows(x):
     """Generators with styles convolve each image with weights of its own."""
     rows, length = x.shape
@@ -127,6 +141,7 @@ FUNCTIONS = {
     "a size as a tensor": lambda x: x[:, : torch.ceil(torch.as_tensor(3 * x.shape[1] / 4)).long()],
     "sizes as a tensor": lambda x: x / torch.as_tensor([(1, x.shape[1]), (x.shape[1], 2)], dtype=torch.float32).sum(),
     "padding as a tensor": padded_by_a_tensor,
+    "resized by quotients of sizes": resized_by_quotients,
     "quantiles": lambda x: (
         x.quantile(0.3, 1),
         x.quantile(0.4, interpolation="lower"),
