@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+import pytest
 import torch
 
 import exportkit
 from exportkit import Observation
 from exportkit.arguments.table import call_table
+from exportkit.errors import ExportError
 
 
 class Linear(torch.nn.Module):
@@ -109,9 +111,11 @@ class OfSegments(torch.nn.Module):
         return segments.values * segments.lengths[:, None]
 
 
-def test_a_named_tuple_may_check_the_tensors_it_is_made_of(tmp_path):
+def test_a_named_tuple_that_checks_its_tensors_has_a_plan_and_a_clear_error():
     model, observer = OfSegments(), exportkit.InputObserver()
     with observer(model):
         for rows, length in ((2, 5), (3, 7)):
             model(CheckedSegments(torch.randn(rows, length), torch.arange(rows)))
-    assert exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx").verify().ok
+    assert sizes_of(observer.plan()) == {"segments[0]": ("batch", "segments_0_axis_1"), "segments[1]": ("batch",)}
+    with pytest.raises(ExportError, match="could not trace the model"):
+        exportkit.export(model, observer)
