@@ -172,7 +172,7 @@ class _Imports:
     """The names under which Python modules have imported functions.
 
     Going through all names takes 10 ms, and an export replaces functions some hundred times. So a Python module is
-    searched again only when it has more names than before.
+    searched again only when it has another number of names than before; a name that gets a function later is not found.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.export.graph_signature import (
 from torch.utils._pytree import tree_flatten
 
 from exportkit._torch_compat import require
-from exportkit._torch_compat.traced_values import UNRECORDED_PATH, depends_on_values
+from exportkit._torch_compat.traced_values import UNRECORDED_PATH_TEXT, depends_on_values
 
 # Operators that check something at run time and compute nothing.
 _CONDITIONS = ("_assert_scalar", "_assert_async")
@@ -162,9 +162,9 @@ def _is_count_of_mask(node: Any) -> bool:
     return mask.meta["val"].dtype is torch.bool
 
 
-def asserts_path(node: torch.fx.Node) -> bool:
+def asserts_recorded_path(node: torch.fx.Node) -> bool:
     """Returns whether a node asserts that the model decides by values as in some recorded call."""
-    return is_assertion(node) and len(node.args) > 1 and str(node.args[1]).startswith(UNRECORDED_PATH)
+    return is_assertion(node) and len(node.args) > 1 and str(node.args[1]).startswith(UNRECORDED_PATH_TEXT)
 
 
 def call_inlined(
@@ -333,21 +333,6 @@ def without_guards(program: torch.export.ExportedProgram) -> torch.export.Export
     require(made, "_guards_code", "torch 2.13")
     made._guards_code = []
     return made
-
-
-def resized(mode: str, input: torch.Tensor, sizes: Sequence[Any], factors: Sequence[Any]) -> torch.Tensor | None:
-    """Returns a resized input, computed with factors of any kind; None for other modes. Seen in torch 2.13."""
-    from torch._decomp import decompositions
-
-    found: torch.Tensor | None = None
-    if mode.startswith("nearest"):
-        resize = require(decompositions, "_upsample_nearest", "torch 2.13")
-        found = resize(input, sizes, factors, exact=mode == "nearest-exact")
-    elif mode in ("linear", "bilinear", "trilinear"):
-        found = require(decompositions, "_upsample_linear", "torch 2.13")(input, sizes, False, factors)
-    elif mode == "bicubic":
-        found = require(decompositions, "upsample_bicubic2d_default", "torch 2.13")(input, sizes, False, *factors)
-    return found
 
 
 def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[tuple[Any, dict[str, Any]]]:

@@ -148,8 +148,9 @@ def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that tables of operators are made once.
 
     torch.onnx reads the source of all its translations for each export, and the annotations of those it is given;
-    torch.export lists all operators of torch several times, and it registers thousands of functions, which torch checks
-    for more kinds of keys than there are: most of the time that the export of a small model takes. Seen in torch 2.13.
+    torch.export lists all operators of torch several times, and it registers thousands of functions, each of which is
+    checked for kinds of keys that do not occur here: most of the time that the export of a small model takes. Seen in
+    torch 2.13.
     """
     try:
         from torch._C import DispatchKey
@@ -197,7 +198,7 @@ def tables_kept() -> list[tuple[Any, dict[str, Any]]]:
 
 @functools.cache
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of which Python keeps the results for as long as the process runs."""
+    """The function, with results that are kept for the life of the process."""
     return functools.cache(function)
 
 

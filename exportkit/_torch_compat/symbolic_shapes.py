@@ -104,6 +104,10 @@ class ShapeGuard(NamedTuple):
     line: int
     gives_number: bool = False
 
+    def numbers(self) -> set[float]:
+        """Returns the numbers in the relation as the code asked for it."""
+        return {float(atom) for atom in self.asked.atoms() if getattr(atom, "is_number", False)}
+
 
 def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
     """Returns the guards on sizes that torch recorded while it traced a program. Seen in torch 2.13."""

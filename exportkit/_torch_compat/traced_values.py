@@ -139,7 +139,7 @@ def at_most(number: Any, limit: Any) -> Any:
     return number
 
 
-UNRECORDED_PATH = "no recorded call takes another branch in "  # how the message of such an assertion begins
+UNRECORDED_PATH_TEXT = "no recorded call takes another branch in "  # how the message of such an assertion begins
 
 
 def asserted(condition: torch.Tensor, message: str) -> None:

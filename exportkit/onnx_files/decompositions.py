@@ -173,7 +173,7 @@ def _shape(node: torch.fx.Node) -> list[Any]:
 
 # Functions of weights and constants alone that ONNX does not have: the quantile of a normal distribution that a model
 # looks up for a threshold, a weight that is orthogonal by construction. Or that it computes differently: it rounds the
-# limits of bins in another way, and HammingWindow has other coefficients than torch.hamming_window.
+# limits of bins differently, and HammingWindow has other coefficients than torch.hamming_window.
 
 _COMPUTED_HERE = (
     "bartlett_window", "blackman_window", "cholesky", "digamma", "erfinv", "hamming_window", "hann_window", "i0",

@@ -13,7 +13,7 @@ from exportkit.onnx_files.decomposition import SMALL_INTEGERS, Decomposition
 
 
 def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_options: Any) -> torch.Tensor:
-    kind = _common_dtype(tensors)
+    kind = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     computed = torch.int32 if kind in SMALL_INTEGERS else kind
     found = torch.einsum(_with_letters(equation, tensors), *[tensor.to(computed) for tensor in tensors])
     return found.to(kind)
@@ -21,13 +21,8 @@ def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_options: Any) -> 
 
 def _is_plain(equation: str, tensors: Sequence[torch.Tensor], **_options: Any) -> bool:
     kinds = {tensor.dtype for tensor in tensors}
-    return "." not in equation and len(kinds) == 1 and kinds.isdisjoint(SMALL_INTEGERS)
-
-
-def _common_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of the product: torch multiplies the tensors, and a scalar counts less than a tensor with axes."""
-    scalars = [tensor.new_empty((1,) * min(tensor.ndim, 1)) for tensor in tensors]
-    return functools.reduce(lambda one, other: one * other, scalars).dtype
+    is_product = len(tensors) > 1  # a sum of one operand may have another dtype
+    return not is_product or ("." not in equation and len(kinds) == 1 and kinds.isdisjoint(SMALL_INTEGERS))
 
 
 def _with_letters(equation: str, tensors: Sequence[torch.Tensor]) -> str:

@@ -19,7 +19,7 @@ import torch
 from exportkit._torch_compat.graph import (
     ITEM,
     arguments_of,
-    asserts_path,
+    asserts_recorded_path,
     asserts_values,
     call_inlined,
     copied_module,
@@ -237,7 +237,7 @@ def _refuse(module: torch.fx.GraphModule) -> None:
     (output,), result = graph.find_nodes(op="output"), refusing_result(graph)
     stated = [node for node in graph.nodes if _refuses(node)]
     stated += [found for node in list(graph.nodes) for found in _unused_results(module, node)]
-    if result is None and any(map(asserts_path, stated)):
+    if result is None and any(map(asserts_recorded_path, stated)):
         raise ExportError(
             "A graph that computes none of its results cannot refuse a branch that no recorded call took."
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from exportkit._torch_compat.graph import (
-    asserts_path,
+    asserts_recorded_path,
     asserts_values,
     copied_module,
     graphs_in,
@@ -127,7 +127,9 @@ def _with_assertions(
     except Exception as error:
         asserted = _assertions([whole])
         try:
-            if not asserted or any(map(asserts_path, asserted)):  # without it, the graph would take the wrong branch
+            if not asserted or any(
+                map(asserts_recorded_path, asserted)
+            ):  # without it, the graph would take the wrong branch
                 raise
             return translated(without_assertions(program)), [*_assertions(parts), *asserted]
         except Exception:

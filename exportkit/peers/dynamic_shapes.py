@@ -75,7 +75,8 @@ def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
     if isinstance(value, dict):
         return {key: _marked(item, spec_of) for key, item in value.items()}
     items = [spec_of(item) if type(item) is str else _marked(item, spec_of) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    cls: Any = type(value)
+    return cls._make(items) if hasattr(value, "_fields") else cls(items)
 
 
 def without_caught_flags(trees: Mapping[str, Tree], observation: Observation) -> dict[str, Tree]:

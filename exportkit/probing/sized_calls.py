@@ -164,6 +164,7 @@ def stepwise_outputs(plan: Plan, model: torch.nn.Module, method: str, call: Call
         for step in range(sizes[new.name]):
             token = {n: _token(plan, n, values[n], new.name, sizes, step) for n in cut}
             result = run({name: token.get(name, carried.get(name)) for name in values})
+            last.clear()
             last.update({path: tensor.clone() for path, tensor in flatten(result).tensors().items()})
             for path, tensor in last.items():
                 if _axis_of_one(tensor, returned.get(path)) is not None:
@@ -177,7 +178,7 @@ def stepwise_outputs(plan: Plan, model: torch.nn.Module, method: str, call: Call
 
 
 def _axis_of_one(tensor: torch.Tensor, whole: torch.Tensor | None) -> int | None:
-    """The axis on which an output has one element, and that for all tokens more; None if there is no such axis."""
+    """The axis that has one element here and more for all tokens; None if there is none."""
     sizes = () if whole is None else whole.shape
     return next((axis for axis, size in enumerate(sizes) if size != tensor.shape[axis] == 1), None)
 

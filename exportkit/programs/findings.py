@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import asserts_path, draws_numbers, operator_name, schema_of
+from exportkit._torch_compat.graph import asserts_recorded_path, draws_numbers, operator_name, schema_of
 from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
@@ -191,7 +191,7 @@ def _decided_by_chance(program: torch.export.ExportedProgram) -> list[ModelLine 
         source = next((lines[given] for given in node.all_input_nodes if given in lines), None)
         if source is not None or draws_numbers(node):
             lines[node] = source or line_of_node(node) or "a line of torch"
-            if asserts_path(node):
+            if asserts_recorded_path(node):
                 found.append(lines[node])
     return found
 

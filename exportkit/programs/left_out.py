@@ -39,11 +39,11 @@ _Constants = dict[str, Any]  # values of constants by path, or _LEFT_OUT
 
 
 class _Effect(IntEnum):
-    """What other constants change: nothing, only the values that the model returns, or more."""
+    """What other constants change: nothing; only what the model returns, or whether it runs; or the code that runs."""
 
     NONE = 0
-    VALUES = 1
-    MORE = 2
+    RESULT = 1
+    CODE = 2
 
 
 def with_harmless_constants(traced: TracedProgram) -> TracedProgram:
@@ -68,9 +68,9 @@ def _harmless(traced: TracedProgram, wanted: Sequence[_Constants]) -> list[_Cons
     """The constants that change nothing: each of them alone, and all together."""
     calls = list(_calls(traced))
     effects = traced.sampled_answer(lambda: _effects(traced, calls, wanted))
-    unsure = [item for item, effect in zip(wanted, effects, strict=True) if effect is _Effect.VALUES]
+    unsure = [item for item, effect in zip(wanted, effects, strict=True) if effect is _Effect.RESULT]
     sure = iter(_effects(traced, calls, unsure))
-    effects = [next(sure) if effect is _Effect.VALUES else effect for effect in effects]
+    effects = [next(sure) if effect is _Effect.RESULT else effect for effect in effects]
     found = [item for item, effect in zip(wanted, effects, strict=True) if effect is _Effect.NONE]
     together = {path: value for constants in reversed(found) for path, value in constants.items()}
     if len(found) < 2 or traced.sampled_answer(lambda: _change_nothing(traced, calls, [together]), bool):
@@ -147,7 +147,7 @@ def _change_nothing(traced: TracedProgram, calls: list[Call], wanted: Sequence[_
 
 
 def _effects(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constants]) -> list[_Effect]:
-    """What each of the constants changes, in some call; something also if no call can be made with them."""
+    """What each of the constants changes in the calls for which the model runs."""
     logs = {place: _log(traced, call) for place, call in enumerate(calls)} if wanted else {}
     again = set[int]()
 
@@ -156,7 +156,7 @@ def _effects(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constan
         found = _effect(logs[place], other)
         if found is not _Effect.NONE and other is not None and place not in again:
             again.add(place)  # code that runs once in a process is not the call's
-            logs[place] = _log(traced, calls[place])
+            logs[place] = _log(traced, calls[place]) or logs[place]
             found = _effect(logs[place], other)
         return found
 
@@ -164,9 +164,9 @@ def _effects(traced: TracedProgram, calls: list[Call], wanted: Sequence[_Constan
         found = []
         for place in (place for place, log in logs.items() if log is not None):
             found.append(effect(place, constants))
-            if found[-1] is _Effect.MORE:
+            if found[-1] is _Effect.CODE:
                 break
-        return max(found, default=_Effect.MORE)
+        return max(found, default=_Effect.RESULT)
 
     return [effect_on_all(constants) for constants in wanted]
 
@@ -219,11 +219,11 @@ class _Log(NamedTuple):
 def _effect(log: _Log | None, other: _Log | None) -> _Effect:
     """What the constants of another call change."""
     if log is None or other is None:
-        return _Effect.MORE
+        return _Effect.RESULT
     done = [(one.operators, one.reads.log, one.form) for one in (log, other)]
     if done[0] != done[1] or log.may_differ_from(other) or other.may_differ_from(log):
-        return _Effect.MORE
-    return _Effect.NONE if all(map(_same, log.tensors, other.tensors)) else _Effect.VALUES
+        return _Effect.CODE
+    return _Effect.NONE if all(map(_same, log.tensors, other.tensors)) else _Effect.RESULT
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

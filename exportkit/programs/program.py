@@ -328,7 +328,7 @@ def _no_error_caught() -> Iterator[None]:
             raise ExportError(
                 "The model decides by the values of a tensor, and catches the error that a trace raises there.",
                 where=str(place),
-                expected="code that goes the same way in a trace as in eager mode",
+                expected="code that takes the same branch in a trace as in eager mode",
                 hint="compute both results, and choose with torch.where; or decide outside of the model.",
             )
 

@@ -179,11 +179,11 @@ class ProgramProbe:
     def by_untraced_branch(self) -> Call | None:
         """Returns a call at the sizes of the trace in which the program departs from the model, if there is one.
 
-        It is asked for if code branches on values, although no rewrite lets a trace do that: what code does while it is
-        traced need not be what it does in eager mode.
+        It is asked for if code branches on values, or reads numbers, and the program does not: what code does while it
+        is traced need not be what it does in eager mode.
         """
         traced, reads = self._traced, self._reads(self._traced.sizes)
-        if reads is None or not reads.branches or traced.may_decide_by_values:
+        if reads is None or not (reads.branches or reads.numbers) or traced.may_decide_by_values:
             return None
         return traced.sampled_answer(self._by_untraced_branch, is_sure=lambda call: call is None)
 
@@ -221,7 +221,7 @@ class ProgramProbe:
         """Returns conditions for sizes like these, beyond which the program departs from the model, or may.
 
         The caller compares the model at these sizes. Code that also runs at the sizes of the trace is skipped, because
-        the trace knows how it decides, unless it makes text of sizes.
+        the trace knows how it decides, unless it makes text of sizes, or the trace did not compare them.
 
         Args:
             sizes: Sizes of all variables, such as some that are 0 or 1.
@@ -240,7 +240,9 @@ class ProgramProbe:
                     continue
             is_kept = turn.is_near or turn.stated is not None
             limit = turn.limit(turn.kept if is_kept else self._last_right(turn, sizes))
-            found.append(SizeCondition(" or ".join([*others, limit]), turn.place, own=True))
+            text = " or ".join([*others, limit])
+            if text not in [condition.text for condition in found]:
+                found.append(SizeCondition(text, turn.place, own=True))
         self._settled += [] if found else [start]
         return found
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from exportkit.plan.conditions import SizeCondition
@@ -100,10 +100,10 @@ class Turn(NamedTuple):
     Attributes:
         sizes: The sizes; None if they could not be tried.
         name: The variable that was changed.
-        kept: Its last size on the way at which the model decides as before.
+        kept: The last size tried at which the model decides as before.
         place: File and line of the code that decides.
         is_larger: Whether the variable is larger at these sizes than before.
-        is_near: Whether the model decides differently after that size; otherwise it may, anywhere on the way.
+        is_near: Whether the model decides differently after that size; otherwise it may, at any size up to the new one.
         stated: What the code asks for that does not turn, if it compares several variables.
     """
 
@@ -186,7 +186,7 @@ class Turns:
         known = {each for other in self._known if other is not start for each in other.comparisons()}
         own = {each: sides for each, sides in start.comparisons().items() if each not in known}
         if start is self._of_trace:
-            own = {each: own[each] for each in self._not_traced(own)[:_MOST_COMPARISONS]}
+            own = {each: sides for each, sides in own.items() if self._is_eager_only(each)}
         if own:
             yield from self._compared(dict(list(own.items())[:_MOST_COMPARISONS]), sizes, start.decisions())
         for each in list(own)[_MOST_COMPARISONS:]:
@@ -201,18 +201,16 @@ class Turns:
             numbers = {number for part in code for number in part.numbers()}
             yield from self._unseen(min(texts, default="") or code[0].place(), numbers, sizes)
 
-    def _not_traced(self, compared: Iterable[SizeComparison]) -> list[SizeComparison]:
-        """The comparisons in lines of the model that asked nothing in the trace, such as ``is_compiling() or n > 9``.
+    def _is_eager_only(self, compared: SizeComparison) -> bool:
+        """Whether the trace came by and made no such comparison, as in ``not is_compiling() and n > 9``.
 
-        They are on the path of the trace in eager mode only: code may ask whether it is traced, or for `torch.SymInt`.
+        Code may ask whether it is traced, or whether a size is a `torch.SymInt`.
         """
-        asked = {(guard.file, guard.line) for guard in self._traced.questions}
-        places = [(each, each.place) for each in compared]
-        return [
-            each
-            for each, place in places
-            if is_model_code(place[0]) and place[:2] not in asked and not is_check(place) and not is_idle(place[:2])
-        ]
+        place, limit = compared.place, compared.limit
+        if not is_model_code(place[0]) or is_check(place) or is_idle(place[:2]):
+            return False
+        asked = [guard.numbers() for guard in self._traced.questions if (guard.file, guard.line) == place[:2]]
+        return not any(limit is None or not numbers or limit in numbers for numbers in asked)
 
     def _compared(
         self,

@@ -20,7 +20,7 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.modules import buffer_table
 from exportkit._torch_compat.symbolic_shapes import traced_expression
-from exportkit._torch_compat.traced_values import UNRECORDED_PATH, asserted, value_error
+from exportkit._torch_compat.traced_values import UNRECORDED_PATH_TEXT, asserted, value_error
 from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
 from exportkit.rewrites.branches import deciding, place_asking
@@ -308,7 +308,7 @@ def _select(
     holds = _is(condition, outcome)
     for other in on_path:
         holds = holds | ~other
-    asserted(holds, UNRECORDED_PATH + _line(place))
+    asserted(holds, UNRECORDED_PATH_TEXT + _line(place))
     return _select(runs, depth + 1, on_path)
 
 

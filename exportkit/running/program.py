@@ -12,7 +12,7 @@ import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from exportkit._torch_compat.cuda import as_on_cpu
-from exportkit._torch_compat.graph import asserts_path, is_assertion
+from exportkit._torch_compat.graph import asserts_recorded_path, is_assertion
 from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
@@ -120,7 +120,7 @@ class _Interpreter(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         """Returns the value of a node."""
         if is_assertion(n):
-            if asserts_path(n) and not self.fetch_args_kwargs_from_env(n)[0][0]:
+            if asserts_recorded_path(n) and not self.fetch_args_kwargs_from_env(n)[0][0]:
                 raise UnrecordedPath(n.args[1])
             return None
         if n in self._reused:

@@ -60,7 +60,12 @@ def resized_by_quotients(x):
     table, length = torch.arange(16.0).view(1, 1, 4, 4) * x[:1, :1, None, None], x.shape[1]
     positions = functional.interpolate(table, scale_factor=((length + 0.1) / 4, 2.0), mode="bicubic")
     assert positions.shape[2] == length
-    found = [functional.interpolate(table[0], scale_factor=length / 4, mode=mode) for mode in ("nearest", "linear")]
+    modes = {(16,): ("nearest", "linear"), (4, 4): ("nearest", "nearest-exact", "bilinear"), (4, 2, 2): ("trilinear",)}
+    found = [
+        functional.interpolate(table.reshape(1, 1, *shape), scale_factor=(length + 0.1) / 4, mode=mode)
+        for shape, names in modes.items()
+        for mode in names
+    ]
     others = {"recompute_scale_factor": True}, {"align_corners": True}
     return [
         positions + x[0, :, None],
@@ -160,7 +165,7 @@ def test_any_size_is_served(name, tmp_path):
             model(torch.randn(rows, length))
     graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
     assert graph.verify().ok
-    for length in (4, 6, 12):
+    for length in (4, 6, 8, 12):
         x = torch.randn(4, length)
         torch.testing.assert_close(graph(x), model(x))
 

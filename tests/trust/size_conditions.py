@@ -486,6 +486,13 @@ def limit_unless_compiling(self, x):
     return x
 
 
+@case(serves=at((4, 6), (2, 300)), truth=at((2, 512), (2, 513), (1, 600), (65, 4)))
+def limit_unless_compiling_beside_another(self, x):
+    if x.shape[0] > 64 or (not torch.compiler.is_compiling() and x.shape[1] > 512):
+        return x * 2
+    return x
+
+
 @case(serves=at((4, 6)), truth=at((2, 29), (2, 30), (1, 30), (3, 31)))
 def length_unless_exporting(self, x):
     return x * 2 if not torch.compiler.is_exporting() and x.shape[1] == 30 else x

@@ -210,6 +210,13 @@ def limit_of_values_unless_compiling(self, x):
     return x * 2
 
 
+@case(truth=[call(x(2, 5) * 1000), call(x(4, 9) * 1000), call(x(1, 3) * 1000)], may_refuse=True)
+def limit_of_a_number_unless_compiling(self, x):
+    if not torch.compiler.is_compiling() and x.abs().max().item() > 100:
+        x = x.clamp(-100, 100)
+    return x * 2
+
+
 @case(
     [call(x(2, 5), torch.arange(5) < 3), call(x(3, 7), torch.arange(7) < 4)],
     serves=[call(x(4, 9), torch.arange(9) < 9), call(x(1, 6), torch.arange(6) < 2)],
