@@ -15,7 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from exportkit._torch_compat.graph import copied_module, program_of
 from exportkit._torch_compat.symbolic_shapes import input_axes, with_ranges
-from exportkit.onnx_files.decompositions import without_assertions
+from exportkit.onnx_files.preparation import without_assertions
 from exportkit.programs.program import TracedProgram
 
 DESCRIPTION = "exportkit.json"  # the file inside of a .pt2 that says what the tensors are

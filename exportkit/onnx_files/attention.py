@@ -27,8 +27,8 @@ from exportkit._torch_compat.graph import (
 )
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit.onnx_files.decompositions import erase_unused
 from exportkit.onnx_files.exact import any_visible, call_node, copied_before
+from exportkit.onnx_files.preparation import erase_unused
 
 aten = torch.ops.aten
 op: Any = opset23  # its annotations know values of one graph, not numbers

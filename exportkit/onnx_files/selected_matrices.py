@@ -16,7 +16,7 @@ from onnxscript import opset18
 
 from exportkit._torch_compat.graph import copied_module, with_graph_module, written_tensors
 from exportkit.onnx_files.constants import constant, ints
-from exportkit.onnx_files.decompositions import erase_unused
+from exportkit.onnx_files.preparation import erase_unused
 
 aten = torch.ops.aten
 op: Any = opset18  # its annotations know values of one graph, not numbers

@@ -38,8 +38,9 @@ from exportkit._torch_compat.transformers import ExporterTranslations, exporter_
 from exportkit.errors import ExportError, InvalidRequestError, short_text
 from exportkit.onnx_files.choices import choices_as_branches
 from exportkit.onnx_files.contract import Contract, Runtime, input_names, output_names
-from exportkit.onnx_files.decompositions import prepared, translatable, without_assertions
+from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.findings import operator_findings
+from exportkit.onnx_files.preparation import prepared, without_assertions
 from exportkit.onnx_files.refusals import refusing_result
 from exportkit.overrides import replaced_attributes
 from exportkit.plan.expression import Expression

@@ -2,7 +2,7 @@
 
 import torch
 
-from exportkit.onnx_files.decompositions import without_assertions
+from exportkit.onnx_files.preparation import without_assertions
 
 
 class Checked(torch.nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 import exportkit
 from exportkit.onnx_files import repeated_layers
-from exportkit.onnx_files.decompositions import without_writes_to_inputs
+from exportkit.onnx_files.preparation import without_writes_to_inputs
 
 
 def whole(x, state):
