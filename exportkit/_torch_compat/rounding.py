@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.graph import given_by_name, schema_of
 from exportkit._torch_compat.pytree import tree_leaves
@@ -142,6 +144,20 @@ class _RoundingVaried:
         return noise.sub_(0.5).mul_(2 * self.errors * unit).mul_(value)
 
 
+class _ArraysVaried(TorchFunctionMode):
+    """Arrays of numpy get the errors of an operator, as nothing in `_RoundingVaried` sees what numpy computes.
+
+    They are copies, and cannot be written to: the model would write to the tensor.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and _is_rounded(args[0]):
+            array = func(args[0] * 1, *args[1:], **(kwargs or {}))
+            array.flags.writeable = False
+            return array
+        return func(*args, **(kwargs or {}))
+
+
 def _parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The elements of a tensor without gaps, in the order of the memory, in parts that a processor keeps at hand."""
     size = _PART if value.device.type == "cpu" else value.numel()
@@ -168,12 +184,13 @@ def _first_of_equals(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(part.narrow(axis, 0, given["k"]).contiguous() for part in ordered)
 
 
-def rounding_varied(seed: int, constant: Iterable[torch.Tensor] = (), errors: float = 1.0) -> Any:
+@contextlib.contextmanager
+def rounding_varied(seed: int, constant: Iterable[torch.Tensor] = (), errors: float = 1.0) -> Iterator[Any]:
     """Returns a context manager in which every operator rounds differently, and takes the first of equal elements.
 
     An operator returns its result with a random relative error of up to one unit in the last place. If it adds up, its
-    operands get such an error too, so that cancellation shows. ``topk`` and ``sort`` choose among equal elements as
-    ONNX does: https://onnx.ai/onnx/operators/onnx__TopK.html. Seen in torch 2.13.
+    operands get such an error too, so that cancellation shows, and so do arrays of numpy. ``topk`` and ``sort`` choose
+    among equal elements as ONNX does: https://onnx.ai/onnx/operators/onnx__TopK.html. Seen in torch 2.13.
 
     Args:
         seed: For the random numbers; those that the model draws are not affected.
@@ -181,4 +198,6 @@ def rounding_varied(seed: int, constant: Iterable[torch.Tensor] = (), errors: fl
         errors: How large the errors are, in units in the last place; 0 for the tie rule alone.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in constant if tensor.layout is torch.strided}
-    return dispatch_mode(_RoundingVaried, seed=seed, generators={}, constant=storages, errors=errors)
+    mode = dispatch_mode(_RoundingVaried, seed=seed, generators={}, constant=storages, errors=errors)
+    with mode as rounding, _ArraysVaried():
+        yield rounding

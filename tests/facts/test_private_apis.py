@@ -1,5 +1,6 @@
 """Every private API that exportkit uses is there and does what its one function says."""
 
+import numpy as np
 import optree
 import pytest
 import sympy
@@ -309,6 +310,21 @@ def test_sparse_weights_are_left_as_they_are_where_operators_round_differently()
         product = torch.sparse.mm(weight, x)
     assert torch.allclose(product, x)
     assert not torch.equal(product, x)
+
+
+def test_arrays_of_numpy_can_round_differently():
+    x = torch.randn(40)
+    with rounding_varied(0):
+        arrays = x.numpy(), np.asarray(x)
+        counts = torch.arange(3).numpy()
+        counts += 1
+
+    for array in arrays:
+        assert (array != x.numpy()).any()
+        np.testing.assert_allclose(array, x.numpy(), rtol=4e-7)
+    with pytest.raises(ValueError, match="read-only"):
+        arrays[0][0] = 1
+    assert counts.tolist() == [1, 2, 3]
 
 
 def test_what_is_exact_stays_exact_where_operators_round_differently():
