@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.onnx_files.complex_numbers import with_complex_as_pairs
+from exportkit.onnx_files.complex_pairs import with_complex_as_pairs
 from tests.arguments.generative import TEXT, padded_left
 
 MOVES = {
@@ -52,6 +52,60 @@ class Writes(torch.nn.Module):
         return torch.view_as_real(z)
 
 
+FUNCTIONS = [
+    lambda x, z: x + 0.0j,
+    lambda x, z: (1 + 2j) - x,
+    lambda x, z: x.long() + 1j,
+    lambda x, z: torch.exp(-1j * x),
+    *(lambda x, z, e=exponent: z**e for exponent in (0, 0.5, -0.5, 2, -1, -3, 1.5)),
+    lambda x, z: (2 + 1j) ** x,
+    lambda x, z: z**x,
+    *(
+        lambda x, z, function=function: function(z)
+        for function in (
+            torch.square,
+            torch.rsqrt,
+            torch.log1p,
+            torch.sin,
+            torch.cos,
+            torch.sinh,
+            torch.cosh,
+            torch.tanh,
+            torch.sigmoid,
+            torch.sgn,
+            torch.tril,
+            torch.triu,
+            torch.isfinite,
+            torch.reciprocal,
+        )
+    ),
+    lambda x, z: torch.tanh(300 * z),
+    lambda x, z: torch.nn.functional.silu(z),
+    lambda x, z: torch.sgn(torch.zeros_like(z)),
+    lambda x, z: torch.addcmul(z, z, z.conj(), value=0.5),
+    lambda x, z: torch.addcdiv(z, z, z.conj() + 2, value=0.5),
+    lambda x, z: torch.lerp(z, z.conj(), 0.3),
+    lambda x, z: torch.linalg.vector_norm(z, dim=-1),
+    lambda x, z: torch.linalg.vector_norm(z, 1),
+    lambda x, z: torch.vdot(z[0], z[-1]),
+    lambda x, z: z.var(-1),
+    lambda x, z: z.std(unbiased=False),
+    lambda x, z: z != z.real + 1j,
+    lambda x, z: z[x > 0],
+    lambda x, z: torch.zeros_like(z).index_add(1, torch.tensor([0, 1]), z[:, :2]),
+    lambda x, z: torch.zeros_like(z).scatter_add(1, x.argsort(1), z),
+]
+
+
+class Functions(torch.nn.Module):
+    """Computes functions of complex numbers."""
+
+    def forward(self, x):
+        z = torch.complex(x, x.flip(-1))
+        found = [function(x, z) for function in FUNCTIONS]
+        return [torch.view_as_real(y.resolve_conj()) if y.is_complex() else y for y in found]
+
+
 def program_of(model):
     return torch.export.export(model, (torch.randn(3, 5, 4, 2),), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}})
 
@@ -61,6 +115,19 @@ def test_pairs_move_as_complex_numbers_do(name):
     model, x = Moves([MOVES[name]]), torch.randn(2, 5, 4, 2)
     moved = with_complex_as_pairs(program_of(model)).module()(x)
     assert torch.equal(*moved, *model(x))
+
+
+@pytest.mark.runtime
+def test_functions_of_complex_numbers_have_an_onnx_form(tmp_path):
+    model, observer = Functions(), exportkit.InputObserver()
+    with observer(model):
+        for shape in ((2, 5), (3, 7)):
+            model(torch.randn(shape))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    report = onnx_model.verify()
+    assert report.ok, str(report)
+    x = 2 * torch.randn(4, 6)
+    torch.testing.assert_close(onnx_model(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.runtime
