@@ -42,7 +42,7 @@ def export(
 ) -> Exported:
     """Returns the model as one traced program that serves every call like those that were observed, at any size.
 
-    If no single program can, there is one for each kind of calls: calls that give the same inputs, with an empty or a
+    If no single program can, there is one for each kind of call: calls that give the same inputs, with an empty or a
     filled cache, one token or several, and on one side of a condition on sizes. Each of them is proven first; if one
     cannot be, the error is about the single program. A plan always gives a single program.
 

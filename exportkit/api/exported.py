@@ -26,7 +26,7 @@ from exportkit.proof.quantise import Accuracy, Lossy, lossy_runner
 
 
 class Exported(ExportedModel):
-    """A model that `export` traced as one program, or as one for each kind of calls.
+    """A model that `export` traced as one program, or as one for each kind of call.
 
     ``program`` is the ExportedProgram, ``plan`` says what varies, ``domain`` where the graph may be used, and
     ``attempts`` what was tried to get it. ``programs`` has all programs by name, ``parts`` the exports of what feeds

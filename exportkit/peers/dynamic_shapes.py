@@ -179,8 +179,8 @@ def _root(
         root = hint if hint in names else join(var_keyword or "?", hint)
     if root not in names and not any(is_below(path, root) for path in known):
         raise UnknownInputError(
-            f"set_batch_dimension_for names an input {hint!r} that was not observed; a position is out of boundary "
-            "where the method has fewer inputs.",
+            f"set_batch_dimension_for names an input {hint!r} that was not observed; a position is out of range "
+            "if the method has fewer inputs.",
             expected=f"names or positions of {', '.join(names)}",
             got=repr(hint),
         )

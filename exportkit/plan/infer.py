@@ -62,7 +62,7 @@ def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: i
         if constant.value is not None:
             text = f"{constant.path}={constant.value!r} is baked into the graph."
             if constant.is_generator:
-                text = f"{constant.path}: the graph draws nothing from a generator, and accepts any."
+                text = f"{constant.path}: the graph ignores generators, so any generator is accepted."
             findings.append(Finding("constant", constant.path, text))
     if table.leaves and len(table.leaves[0].shapes) == 1:
         findings.append(Finding("one call", "", "only one call was recorded, so no size was seen to vary."))

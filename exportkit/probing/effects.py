@@ -179,7 +179,7 @@ def require_apart(given: Mapping[str, Any], made: Mapping[str, Any]) -> None:
                         where=f"{places[id(item)]}, {path}",
                         expected="an object of its own in each place",
                         got=f"the same {type(item).__name__}",
-                        hint="a graph changes each place by itself; give a copy in one of them if that is meant.",
+                        hint="in the graph the two are independent; pass a copy in one place if that is intended.",
                     )
 
 

@@ -218,7 +218,7 @@ def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
     given = {name for call in observation.calls for name in call.arguments if call.has(name)} | observation.removed
     missing = ", ".join([name for name in observation.signature.plain() if name not in given])
     if missing:
-        found.append(Finding("never given", missing, f"given in no call, so no input of the graph: {missing}."))
+        found.append(Finding("never given", missing, f"never passed, so not a graph input: {missing}."))
     found += _changing_inputs(plan, observation)
     for path, kind in observation.signature.numbers.items():
         form = "the last size of a tensor without elements" if kind == "size" else "a tensor without axes"
@@ -231,7 +231,7 @@ def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
         found.append(Finding("joined", path, text))
     unused = ", ".join(plan.unused)
     if unused:
-        found.append(Finding("never read", unused, f"given, but never read, so no input of the graph: {unused}."))
+        found.append(Finding("never read", unused, f"passed but never read, so not a graph input: {unused}."))
     return [*found, *one_size(plan)]
 
 
@@ -252,7 +252,7 @@ def _changing_inputs(plan: Plan, observation: Observation) -> list[Finding]:
             found.append(Finding("dtype", path, text))
     if others:
         where = ", ".join(others)
-        text = f"not among the inputs of the call with the most tensors, so no input of the graph: {where}."
+        text = f"missing from the call with the most tensors, so not a graph input: {where}."
         found.append(Finding("other inputs", where, text))
     return found
 

@@ -139,15 +139,15 @@ class Traits:
     def findings(self) -> list[Finding]:
         """Returns what a person should know about this."""
         shown = [text for text in self.tensors if text != PLAIN]  # hardly any tensor has such attributes
-        asked = [f"the graph serves inputs {text} only: the model decides by it" for text in shown]
+        asked = [f"the graph accepts only inputs {text}: the model branches on it" for text in shown]
         for path, keys in self.orders.items():
             order = ", ".join(map(str, keys))
-            asked.append(f"the graph serves {path} with its keys in the order {order} only: it matters")
+            asked.append(f"the graph accepts {path} only with its keys in the order {order}: the result depends on it")
         found = [Finding("limit", text, f"{text}.") for text in asked]
         if self.gradients is not None:
             modes = ("under torch.no_grad()", "where torch records gradients")
             other, own = modes[not self.gradients], modes[self.gradients]
-            text = f"the model returns something else {other}; the graph returns what it returns {own}."
+            text = f"the model returns a different result {other}; the graph returns the one obtained {own}."
             found.append(Finding("gradients", "", text))
         return found
 

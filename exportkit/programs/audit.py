@@ -96,7 +96,8 @@ def audit_sizes(traced: TracedProgram) -> Audit:
             limits.setdefault(condition.text, _limit(condition, ""))
     for guard in sizes.unenforceable():
         place = ModelLine(guard.file, guard.line)
-        text = f"a decision at {guard.file}:{guard.line} ({place.code}) depends on values; the graph keeps it."
+        where = f"{guard.file}:{guard.line} ({place.code})"
+        text = f"the branch at {where} depends on tensor values; the graph keeps the one that was traced."
         limits.setdefault(text, Finding("limit", f"{guard.file}:{guard.line}", text))
     _require_ranges(traced, domain)
     return Audit(domain, tuple(limits.values()), refused, by_model, by_loop, between, tuple(crossings))
@@ -159,8 +160,8 @@ def _why_refused(traced: TracedProgram, sizes: Mapping[str, int]) -> str:
         call = build_call(traced.plan, traced.observation, sizes)
         buffer = replaced_buffer(traced.model, traced.method, call)
     except Exception:  # whatever the model raises for these sizes
-        return "the model itself raises for others"
-    return f"the model itself makes another {buffer} for others" if buffer else ""
+        return "the model raises an error at other sizes"
+    return f"the model replaces its buffer {buffer} at other sizes" if buffer else ""
 
 
 def _require_ranges(traced: TracedProgram, domain: Domain) -> None:

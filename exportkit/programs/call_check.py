@@ -312,7 +312,7 @@ class CallCheck:
             f"The graph is not proven for {small}.",
             expected=f"{', '.join(small.sizes)} at least {SMALLEST}{f'; or {allowed}' if allowed else ''}",
             got=", ".join(f"{name} {size}" for name, size in sizes.items()),
-            hint="tracing assumes sizes of 2 and more; observe a call of these sizes, then export again.",
+            hint="torch.export assumes sizes of at least 2; record a call with these sizes, then export again.",
         )
 
 
@@ -322,7 +322,7 @@ def broken_condition(condition: SizeCondition, sizes: Mapping[str, int]) -> Argu
         f"The graph does not serve these sizes: {condition.text}, got {condition.got(sizes)}.",
         where=condition.place or None,
         got=", ".join(f"{name} {size}" for name, size in sizes.items()),
-        hint="the trace of the model assumed this; observe a call of these sizes, then export again.",
+        hint="the trace assumed this condition; record a call with these sizes, then export again.",
     )
 
 

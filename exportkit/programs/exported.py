@@ -1,4 +1,4 @@
-"""An exported model: one program, or one for each kind of calls where no single program serves all recorded calls.
+"""An exported model: one program, or one for each kind of call where no single program serves all recorded calls.
 
 Several modules that run together have no program of their own, and a part for each of them.
 
@@ -39,7 +39,7 @@ from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import Runner, compare_calls, recorded
 
-_MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of calls
+_MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of call
 
 PlanOf = Callable[[Observation], BoundPlan]
 # Returns what stands against a proof of a program as ONNX; the flag says whether to try sizes that were never run.
@@ -48,7 +48,7 @@ Prove = Callable[[TracedProgram, bool], tuple[str, ...]]
 
 @dataclass(frozen=True, repr=False)
 class ExportedModel:
-    """A model that was exported as one program, the usual case, or as one for each kind of calls.
+    """A model that was exported as one program, the usual case, or as one for each kind of call.
 
     Attributes:
         programs: The programs by name; the name of a single program is empty. There is none for several modules, which
@@ -173,7 +173,7 @@ def require_own(programs: Mapping[str, Any], parts: Iterable[str]) -> None:
 
 
 def export_calls(model: torch.nn.Module, observation: Observation, plan_of: PlanOf, prove: Prove) -> ExportedModel:
-    """Returns the model exported for the recorded calls: as one program, the usual case, or one for each kind of calls.
+    """Returns the model exported for the recorded calls: as one program, the usual case, or one for each kind of call.
 
     Args:
         model: The model in the form to export.
@@ -208,7 +208,7 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
 
 
 def _wrong_on_a_kind(traced: TracedProgram, kinds: Mapping[Kind, list[Call]], prove: Prove) -> str:
-    """What is wrong with a program for some kind of calls; nothing if it serves all of them."""
+    """What is wrong with a program for some kind of call; nothing if it serves all of them."""
     if traced.absences.refused:
         return next(finding.text for finding in findings_of(traced) if finding.kind == "missing input")
     refusal = next(filter(None, (_refusal(traced, first) for first, *_ in kinds.values())), None)
@@ -230,7 +230,7 @@ def _by_kind(
     plan_of: PlanOf,
     prove: Prove,
 ) -> Programs | None:
-    """A program for each kind of calls, given why no single one serves all; None if one of them cannot be proven."""
+    """A program for each kind of call, given why no single one serves all; None if one of them cannot be proven."""
     pending = clusters_of(observation, landmarks)
     if len(pending) == 1:  # all calls failed together, so only their sizes can tell them apart
         pending = _sides(pending[0], why)
@@ -303,7 +303,7 @@ def _proven(
 
 
 def _plans(cluster: Cluster, landmarks: Landmarks, whole: BoundPlan | None, plan_of: PlanOf) -> Iterator[BoundPlan]:
-    """Yields plans for a cluster: for all sizes that the model may take, for its kind of calls, for the sizes seen.
+    """Yields plans for a cluster: for all sizes that the model may take, for its kind of call, for the sizes seen.
 
     The last ones lack inputs that no call had: with a filled cache, a model may read a mask in another way.
     """

@@ -40,15 +40,15 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
     inside = [name for name, item in traced.observation.written.items() if traced.wraps and item.place == name]
     if inside:
         text = (
-            f"the model changes {', '.join(inside)} in place, so the graph returns the new values too; calling the "
-            "OnnxModel writes them back, other runtimes do not."
+            f"the model changes {', '.join(inside)} in place, so the graph returns the new values too; OnnxModel "
+            "copies them back into the arguments, other runtimes do not."
         )
         findings.append(Finding("changed input", ", ".join(inside), text))
     modes = {bool(call.autocast): call for call in traced.observation.calls}
     if len(modes) > 1:
         text = (
             f"call {modes[True].index} was made under torch.autocast, and call {modes[False].index} was not; the graph "
-            "computes as under it. Record each in an observer of its own."
+            "computes as it would under autocast. Record each in its own observer."
         )
         findings.append(Finding("autocast", "", text))
     changed = dict.fromkeys(

@@ -41,7 +41,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Landmarks:
-    """The inputs that tell the kinds of calls of a model apart.
+    """The inputs that tell the kinds of call of a model apart.
 
     Attributes:
         first: Path of the first input that all calls give and that does not grow; None if there is none.
@@ -114,8 +114,8 @@ class Split:
 
     Attributes:
         reason: Why one program cannot serve all calls.
-        landmarks: What tells the kinds of calls apart.
-        kinds: The kind of calls that each program serves, by its name.
+        landmarks: What tells the kinds of call apart.
+        kinds: The kind of call that each program serves, by its name.
         calls: Numbers of the recorded calls that each program serves, by its name.
     """
 

@@ -59,9 +59,9 @@ def with_recorded_patterns(traced: TracedProgram, domain: Domain, probe: Program
         reason = _decided_by_values(at, probe) if is_right else ""
         if reason:
             raise ExportError(
-                f"The exported graph serves less than the plan promises: {SmallSizes(pattern)} is left out.",
+                f"The exported graph serves less than the plan promises: it does not cover {SmallSizes(pattern)}.",
                 got=reason,
-                hint="observe and export calls of these sizes alone.",
+                hint="record calls with these sizes separately, and export them.",
             )
         found.append(SmallSizes(pattern, _waived(domain, at, probe) if is_right else ()))
         limits += probe.limits(at, domain) if is_right else []

@@ -204,7 +204,7 @@ def _by_path(values: Mapping[str, Any], catch_all: str | None) -> dict[str, Any]
 def _unlike(found: Mismatch) -> ArgumentError:
     hint = "a constant is part of the graph: observe the model with this value, and export again."
     if found.got == "nothing":
-        what, hint = "A call has to give this constant.", f"give {found.expected}, with which the graph was exported."
+        what, hint = "This argument must be passed.", f"pass {found.expected}, with which the graph was exported."
     elif found.expected == "nothing":
         what, hint = "No recorded call gave this value.", "observe a call that gives it, then export again."
     elif "a tensor" in (found.expected, found.got):
@@ -215,18 +215,16 @@ def _unlike(found: Mismatch) -> ArgumentError:
     else:
         what = "The graph was exported with another value of this constant."
         if found.expected == found.got:
-            hint = (
-                "they may differ in what their text does not show, or cannot be compared; export again with this value."
-            )
+            hint = "the two values print alike but are not equal, or cannot be compared; export again with this value."
     return ArgumentError(what, where=found.path, expected=found.expected, got=found.got, hint=hint)
 
 
 def _are_missing(missing: Mapping[str, Mismatch], catch_all: str | None) -> ArgumentError:
     is_plural = len(missing) > 1
     given = [f"{path.removeprefix(f'{catch_all}.')}={found.expected}" for path, found in missing.items()]
+    reason = "their defaults differ from the values" if is_plural else "its default differs from the value"
     return ArgumentError(
-        f"A call has to give {'these constants' if is_plural else 'this constant'}: "
-        f"left out, {'they' if is_plural else 'it'} would have another value.",
+        f"{'These arguments' if is_plural else 'This argument'} must be passed: {reason} in the graph.",
         where=", ".join(missing),
         expected=", ".join(found.expected for found in missing.values()),
         got=", ".join(found.got for found in missing.values()),

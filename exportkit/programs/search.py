@@ -46,13 +46,13 @@ class Search(SearchState):
         method: The method.
         plan_of: Makes the plan.
         check: Returns what is wrong with a program for some recorded call, or an empty string.
-        split: Makes a program for each kind of calls, given why no single one serves; None if that fails.
+        split: Makes a program for each kind of call, given why no single one serves; None if that fails.
         required: Rewrites that are in force in every attempt.
         seconds: Takes the duration of each stage.
 
     Attributes:
         attempts: What was tried, in order.
-        several: The programs for the kinds of calls, if there are several.
+        several: The programs for the kinds of call, if there are several.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Search(SearchState):
         try:
             with stage("plan", self._seconds):
                 self._plan = self._plan_of()
-        except (ArgumentError, ExportError, PlanError) as error:  # a plan for each kind of calls may still help
+        except (ArgumentError, ExportError, PlanError) as error:  # a plan for each kind of call may still help
             self.attempts.append(Attempt(STRATEGIES[0].name + suffix, "failed", _reason(error)))
             self.error = self._raised = error
         while position < len(STRATEGIES):
@@ -244,7 +244,7 @@ class Search(SearchState):
         return [replace(rule, applied=inside[rule]) if rule in inside else rule for rule in rules]
 
     def _make_several(self, name: str) -> None:
-        """Replaces a program that fails for some recorded call, or none at all, by one for each kind of calls."""
+        """Replaces a program that fails for some recorded call, or none at all, by one for each kind of call."""
         if self._split is None:
             return
         why: str | ExportkitError | None = self._raised
@@ -254,7 +254,7 @@ class Search(SearchState):
             return
         self.several = self._split(why)
         if self.several is None:
-            reason = "there is one kind of calls, or no program can be proven for one of the kinds"
+            reason = "all calls are of one kind, or the program for one of the kinds could not be proven"
             self.attempts.append(Attempt(name, "failed", reason))
         else:
             self.result = None

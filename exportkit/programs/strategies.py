@@ -178,7 +178,7 @@ class Strategy:
         decides: Whether decisions by the values of tensors are looked into. What is found stays in force afterwards.
         recorded_paths: Whether the model is traced on every execution path of the recorded calls.
         replans: Returns another plan to begin again with.
-        splits: Whether it makes a program for each kind of calls.
+        splits: Whether it makes a program for each kind of call.
     """
 
     name: str

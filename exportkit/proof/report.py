@@ -134,7 +134,7 @@ class Report:
 
     @property
     def figures(self) -> Mapping[Kind, Mapping[str, Figures]]:
-        """How far each output of a quantised graph is from the model's, by kind of calls and by its path."""
+        """How far each output of a quantised graph is from the model's, by kind of call and by its path."""
         found: dict[Kind, dict[str, Figures]] = {}
         for kind in dict.fromkeys(row.kind for row in self.rows if row.figures):
             rows = [row.figures for row in self.rows if row.kind == kind]

@@ -255,7 +255,7 @@ def _modules_unchanged(model: torch.nn.Module) -> Iterator[None]:
     if before != after:
         raise ExportError(
             "The model decides by the values of a tensor, and writes to its buffers.",
-            hint="observe calls that take one branch only: the graph refuses the others.",
+            hint="record only calls that take the same branch; the graph then rejects the others.",
         )
 
 
@@ -330,11 +330,11 @@ def _require_same_kind(one: _Run, other: _Run) -> None:
         pairs = zip(one.outcomes, other.outcomes, strict=False)
         place, _ = next(left for left, right in pairs if left != right)
         error = ExportError(
-            "The model decides by the values of a tensor what kind of result it returns.",
+            "Depending on the values of a tensor, the model returns results of different types or shapes.",
             where=_line(place),
             expected="tensors of the same shapes and dtypes in both branches",
             got=f"{different[0] or 'the result'}: {' and '.join(kind.get(different[0], 'nothing') for kind in kinds)}",
-            hint="observe calls that take one branch only: the graph refuses the others.",
+            hint="record only calls that take the same branch; the graph then rejects the others.",
         )
         error.decision = place[:2]
         raise error

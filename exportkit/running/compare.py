@@ -123,7 +123,7 @@ def compare_tensors(
         unknown = (leeway > most(a)).expand(a.shape)
         left_out = int(unknown.sum())
         if left_out == a.numel() and bool((apart > allowed).any()):
-            reason = "nothing of it can be compared: what the model itself returns there is arbitrary"
+            reason = "nothing can be compared: the model's own result is arbitrary here"
         allowed = torch.maximum(allowed, leeway)
     wrong, (largest, place) = apart > allowed, _largest(apart)
     if not bool(wrong.any()):

@@ -138,7 +138,7 @@ def test_a_plan_prints_as_a_table():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (torch.Generator(), "value: the graph draws nothing from a generator, and accepts any."),
+        (torch.Generator(), "value: the graph ignores generators, so any generator is accepted."),
         ("Generator(cpu)", "value='Generator(cpu)' is baked into the graph."),
     ],
 )

@@ -222,7 +222,7 @@ def test_inputs_that_no_call_gave_and_sizes_seen_once_are_findings():
         for rows in (2, 3):
             model(torch.randn(rows, 5), weights=None, scale=2.0)
     found = findings(observer.plan())
-    assert found["never given"] == "given in no call, so no input of the graph: labels, weights."
+    assert found["never given"] == "never passed, so not a graph input: labels, weights."
     assert found["one size"] == "seen with one size only, so static: x axis 1."
     assert found["constant"] == "scale=2.0 is baked into the graph."
 

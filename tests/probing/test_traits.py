@@ -85,7 +85,7 @@ def test_only_the_dict_whose_order_matters_is_found():
 def test_a_decision_by_gradients_is_announced():
     found = traits_of(lambda self, x: x * 2 if torch.is_grad_enabled() else x, x=torch.rand(2))
     assert [finding.text for finding in found.findings()] == [
-        "the model returns something else where torch records gradients; the graph returns what it returns under "
+        "the model returns a different result where torch records gradients; the graph returns the one obtained under "
         "torch.no_grad()."
     ]
 

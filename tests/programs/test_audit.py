@@ -155,7 +155,7 @@ def test_a_limit_of_the_model_itself_is_a_finding():
     model = failing.Table()
     exported = exportkit.export(model, observed(model, *rows((2, 5, 6), (3, 7, 6))))
     assert findings(exported) == {
-        "limit": "the graph serves x_axis_1 <= 16 only; the model itself raises for others (x_axis_1 19)."
+        "limit": "the graph serves x_axis_1 <= 16 only; the model raises an error at other sizes (x_axis_1 19)."
     }
 
 
@@ -166,7 +166,7 @@ def test_a_table_that_the_model_makes_longer_is_a_finding_and_stays_as_it_was(tm
     text = re.sub(r"[^( ]*failing\.py:\d+", "failing.py:N", findings(exported)["limit"])
     assert text == (
         "the graph serves x_axis_1 <= 16 only (failing.py:N); "
-        "the model itself makes another table for others (x_axis_1 19)."
+        "the model replaces its buffer table at other sizes (x_axis_1 19)."
     )
     assert model.table is table
     assert model.longest == 16

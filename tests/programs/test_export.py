@@ -176,7 +176,7 @@ def test_variadic_tensors_and_constants_are_exported(tmp_path):
     args, kwargs = (torch.randn(5, 6), torch.randn(5, 6)), {"scale": torch.randn(5, 1), "on": True}
     torch.testing.assert_close(onnx_model(*args, **kwargs), model(*args, **kwargs))
     del kwargs["on"]  # the model reads it, so a call has to give it
-    with pytest.raises(ArgumentError, match="A call has to give this constant"):
+    with pytest.raises(ArgumentError, match="This argument must be passed"):
         onnx_model(*args, **kwargs)
 
 

@@ -69,7 +69,7 @@ def test_another_value_or_type_is_refused(value):
 
 def test_a_constant_that_is_left_out_has_its_default():
     text = refusal(scaled, [((X, 2.0, "mean"), {})], X)
-    assert "A call has to give these constants" in text
+    assert "These arguments must be passed" in text
     assert "give scale=2.0, mode='mean'." in text
     assert refusal(scaled, [((X, 1.0), {})], X) is None
     assert refusal(scaled, [((X,), {})], X, 1.0) is None
