@@ -79,7 +79,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
         why = _why_refused(traced, promised)
         refused += not why
         by_model |= not why and any(condition.own or is_of_slices(condition.place) for condition in broken)
-        by_loop |= not why and any(map(_is_of_loop, broken))
+        by_loop |= not why and any(map(_fixes_number, broken))
         for condition in broken:
             if condition.own or condition.bounds() is not None or len(broken) == 1:
                 more = f"; {why or 'the model accepts more'} ({label})"
@@ -207,7 +207,10 @@ def _is_of_loop(condition: SizeCondition) -> bool:
 
 def _fixes_number(condition: SizeCondition) -> bool:
     """Whether a condition is about the line of a loop, or fixes a number: each length would be another program."""
-    match condition.tree:
+    tree = condition.tree
+    if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or):  # admits the sizes of some calls as well
+        tree = tree.values[0]
+    match tree:
         case ast.Compare(ast.BinOp(_, ast.Mod()), [ast.Eq()], [ast.Constant(0)]):
             is_number = False
         case ast.Compare(_, [ast.Eq()], _):

@@ -22,6 +22,7 @@ from exportkit._torch_compat.size_arithmetic import slices_of_any_length
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes, with_imports
+from exportkit.rewrites.loop_positions import Position, beyond
 from exportkit.rewrites.symbolic_lists import Numbers, Parts, Repeated, SymbolicList, range_limits
 
 _OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
@@ -148,6 +149,8 @@ def _over_list(name: str) -> Callable[..., Any]:
         are_numbers = len(args) == 2 and not options and not any(map(torch.is_tensor, args))
         if of_two is not None and are_numbers and any(map(depends_on_values, args)):
             return of_two(*args)
+        if of_two is not None and len(args) == 2 and not options and any(map(_is_of_iteration, args)):
+            return beyond(name, *args)
         if of_two is not None and len(args) == 2 and not options and any(map(_is_traced_number, args)):
             return _one_of_two(name, *map(torch.as_tensor, args))
         if not args or not isinstance(args[0], SymbolicList):
@@ -157,17 +160,20 @@ def _over_list(name: str) -> Callable[..., Any]:
     return reduced
 
 
+def _is_of_iteration(value: Any) -> bool:
+    """Whether this is a number in the body of a loop operator that depends on the iteration."""
+    is_tensor = isinstance(value, torch.Tensor) and value.ndim == 0
+    return isinstance(value, Position) or (is_tensor and torch.compiler.is_dynamo_compiling())
+
+
 def _is_traced_number(value: Any) -> bool:
     """Whether this is a tensor of one element that has no value in a trace."""
     return isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and value.ndim == 0
 
 
 def _one_of_two(name: str, first: torch.Tensor, second: torch.Tensor) -> Any:
-    """What Python's ``max`` or ``min`` returns of two numbers: the first one, unless the second one is beyond it.
-
-    An integer is read from its tensor: it may become a size.
-    """
-    found = torch.where(second > first if name == "max" else second < first, second, first)
+    """What Python's ``max`` or ``min`` returns. An integer is read from its tensor: it may become a size."""
+    found = beyond(name, first, second)
     return found if found.is_floating_point() else found.item()
 
 

@@ -17,8 +17,8 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
 from exportkit._torch_compat.traced_values import asserted
-from exportkit.rewrites.loop_indices import Position, is_int, plain
 from exportkit.rewrites.loop_names import names_of, stored_in
+from exportkit.rewrites.loop_positions import Position, is_int, plain
 from exportkit.rewrites.loop_syntax import (
     added_element,
     appending,

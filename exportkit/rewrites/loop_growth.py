@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from exportkit.rewrites.loop_indices import plain
 from exportkit.rewrites.loop_lists import Stacked, parts_of
+from exportkit.rewrites.loop_positions import plain
 from exportkit.rewrites.loop_syntax import added_element, appending, assigned, call, same, variable, walk
 from exportkit.rewrites.symbolic_lists import SymbolicList
 

@@ -27,27 +27,20 @@ from exportkit.rewrites.loop_choices import (
     written,
 )
 from exportkit.rewrites.loop_growth import bunch, extended, joined
-from exportkit.rewrites.loop_indices import (
-    Position,
-    exact,
-    is_int,
-    item,
-    part_between,
-    plain,
-    small_exponent,
-    with_item,
-)
+from exportkit.rewrites.loop_indices import item, rows, with_item
 from exportkit.rewrites.loop_lists import (
     Iteration,
     Stacked,
     StackedLists,
     Steps,
+    parts_of_size,
     product_of,
     starred,
     steps_of_parts,
     until,
 )
 from exportkit.rewrites.loop_names import names_of_code
+from exportkit.rewrites.loop_positions import Position, exact, is_int, part_between, plain, small_exponent
 from exportkit.rewrites.loop_runs import run
 from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, as_read, range_limits
 
@@ -200,8 +193,10 @@ class Helpers:
     def split(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the parts of a tensor, or of a string."""
         tensor, size, dim = _arguments_of(owner, args, options, split_size=None, dim=0)
-        is_each = isinstance(size, int) and size == 1
-        found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
+        is_number = type(size) is int and isinstance(tensor, torch.Tensor) and _is_symbolic(tensor.shape[dim])
+        if is_number and size > 1:
+            return parts_of_size(tensor, size, dim % tensor.ndim)
+        found = Helpers._slices(tensor, dim, keeps_axis=True) if is_number and size == 1 else None
         return found or owner.split(*args, **options)
 
     @staticmethod
@@ -296,6 +291,11 @@ class Helpers:
     def remainder(left: Any, right: Any) -> Any:
         """Returns ``left % right``."""
         return exact(left) % exact(right)
+
+    @staticmethod
+    def product_of_matrices(left: Any, right: Any) -> Any:
+        """Returns ``left @ right``; of slices of unknown length, torch 2.13 compiles ``right @ left``."""
+        return rows(left) @ rows(right)
 
     @staticmethod
     def item(value: Any, index: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Indices in the body of a loop operator: numbers of iterations, and rows and slices that depend on values."""
+"""Indices in the body of a loop operator, and slices whose lengths depend on values."""
 
 from __future__ import annotations
 
@@ -11,138 +11,7 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_map
 from exportkit._torch_compat.symbolic_shapes import is_counted_in_loop, is_same
-
-
-class Position:
-    """The number of an iteration in the body of a loop, ``base * factor + offset``.
-
-    Args:
-        base: The number as a tensor without axes.
-        least: Its smallest value.
-        most: A value that it does not exceed; None if that is not known.
-        factor: A factor.
-        offset: A summand, which may be symbolic.
-        is_idle: Whether the iteration is one that changes nothing, whose number may not be an index.
-    """
-
-    def __init__(
-        self,
-        base: torch.Tensor,
-        least: Any,
-        most: Any = None,
-        *,
-        factor: int = 1,
-        offset: Any = 0,
-        is_idle: torch.Tensor | None = None,
-    ) -> None:
-        self.base, self.least, self.most, self.is_idle = base, least, most, is_idle
-        self.factor, self.offset = factor, offset
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The number."""
-        found: torch.Tensor = self.base * self.factor + self.offset
-        return found
-
-    def rows(self, axis_size: Any) -> torch.Tensor:
-        """Returns the number as an index of one element, from the end if it is negative."""
-        value = self.value.reshape(1)
-        return self._or_zero(torch.where(value < 0, value + axis_size, value))
-
-    def until(self, stop: Any, axis_size: Any) -> torch.Tensor:
-        """Returns the indices of a slice that begins here."""
-        if not isinstance(stop, Position) or stop.base is not self.base or stop.factor != self.factor:
-            raise TypeError("the length of a slice depends on the iteration of a loop")
-        if not (self.factor > 0 and self.least * self.factor + self.offset >= 0):
-            raise TypeError("a slice may begin before the first element")
-        if self.most is not None and self.most * self.factor + stop.offset > axis_size:
-            raise TypeError("a slice may end behind the last element, and have another length there")
-        return self._or_zero(self.value + torch.arange(stop.offset - self.offset))
-
-    def _or_zero(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.is_idle is None else torch.where(self.is_idle, 0, rows)
-
-    def _is_above(self, other: Any) -> bool:
-        """Whether the number is known to be above another one in every iteration."""
-        is_known = type(other) is int and type(self.least) is int and type(self.offset) is int and self.factor > 0
-        return is_known and self.least * self.factor + self.offset > other
-
-    def _affine(self, factor: int, offset: Any) -> Position:
-        return Position(
-            self.base,
-            self.least,
-            self.most,
-            factor=self.factor * factor,
-            offset=self.offset * factor + offset,
-            is_idle=self.is_idle,
-        )
-
-    def __add__(self, other: Any) -> Any:
-        return self._affine(1, other) if is_int(other) else self.value + plain(other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._affine(1, -other) if is_int(other) else self.value - plain(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._affine(-1, other) if is_int(other) else other - self.value
-
-    def __mul__(self, other: Any) -> Any:
-        return self._affine(other, 0) if type(other) is int else self.value * plain(other)
-
-    def __neg__(self) -> Position:
-        return self._affine(-1, 0)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __lt__(self, other: Any) -> Any:
-        return False if self._is_above(other) else self.value < plain(other)
-
-    def __le__(self, other: Any) -> Any:
-        return False if self._is_above(other) else self.value <= plain(other)
-
-    def __gt__(self, other: Any) -> Any:
-        return True if self._is_above(other) else self.value > plain(other)
-
-    def __ge__(self, other: Any) -> Any:
-        return True if self._is_above(other) else self.value >= plain(other)
-
-    def __eq__(self, other: object) -> Any:
-        return False if self._is_above(other) else self.value == plain(other)
-
-    def __ne__(self, other: object) -> Any:
-        return True if self._is_above(other) else self.value != plain(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Span:
-    """A slice from or to something that is not known before the loop runs.
-
-    Args:
-        start: Where it begins: a number, the number of an iteration, a tensor without axes, or None.
-        stop: Where it ends.
-    """
-
-    def __init__(self, start: Any, stop: Any) -> None:
-        self.start, self.stop = start, stop
-
-    def rows(self, axis_size: Any) -> torch.Tensor:
-        """Returns the indices in a slice whose length is known."""
-        if not isinstance(self.start, Position):
-            raise TypeError("the length of a slice depends on values")
-        return self.start.until(self.stop, axis_size)
-
-    def holds(self, size: Any) -> torch.Tensor:
-        """Returns for each index along an axis whether it is in the slice, as Python counts.
-
-        Negative limits count from the end, and limits may be beyond it.
-        """
-        places, found = torch.arange(size), torch.ones(size, dtype=torch.bool)
-        if self.start is not None:
-            found = found & (places >= _from_start(self.start, size))
-        if self.stop is not None:
-            found = found & (places < _from_start(self.stop, size))
-        return found
+from exportkit.rewrites.loop_positions import Position, Span, is_int, is_number
 
 
 class SliceOfUnknownLength:
@@ -241,65 +110,22 @@ class Slots:
         self.count = count
 
 
-def _from_start(limit: Any, size: Any) -> Any:
-    limit = plain(limit)
-    if isinstance(limit, torch.Tensor):
-        return torch.where(limit < 0, limit + size, limit)
-    return limit + size if limit < 0 else limit
-
-
-def part_between(start: Any, stop: Any, step: Any) -> Span | slice:
-    """Returns ``slice(start, stop, step)``."""
-    start, stop = _limit(start), _limit(stop)
-    if not _is_value(start) and not _is_value(stop):
-        return slice(start, stop, step)
-    if step is not None:
-        raise TypeError("a slice that depends on values has a step")
-    return Span(start, stop)
-
-
-def _limit(limit: Any) -> Any:
-    """A limit of a slice, as a tensor if it is a number that comes from values, such as the length of a selection."""
-    is_counted = is_int(limit) and is_counted_in_loop(limit)
-    return torch.scalar_tensor(limit, dtype=torch.int64) if is_counted else limit
-
-
-def is_int(value: Any) -> bool:
-    """Returns whether something is an int, which may be symbolic."""
-    return type(value) is int or isinstance(value, torch.SymInt)
-
-
-def plain(value: Any) -> Any:
-    """Returns the number of an iteration as a tensor, and anything else as it is."""
-    return value.value if isinstance(value, Position) else value
-
-
-def small_exponent(base: Any, exponent: Any) -> Any:
-    """Returns the exponent of a power, unless the power may be an int that is too large for a tensor."""
-    if type(base) is int and isinstance(exponent, torch.Tensor) and not exponent.is_floating_point():
-        raise TypeError("a power of an int may not fit into 64 bits")
-    return exponent
-
-
-def exact(value: Any) -> Any:
-    """Returns a number that is to be divided without a rest, unless Python may have computed it in double precision."""
-    value = plain(value)
-    if isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
-        raise TypeError("a number that is not an int is rounded to a multiple of another one")
-    return value
-
-
 def item(value: Any, index: Any) -> Any:
     """Returns ``value[index]``."""
     value = rows(value)
     if not isinstance(value, torch.Tensor):
         return value[index]
     parts = index if isinstance(index, tuple) else (index,)
-    spans = [part for part in parts if isinstance(part, Span) and not isinstance(part.start, Position)]
-    limits, index = _limits(value, index) if spans else ([], index)
+    spans = [
+        part
+        for axis, part in _with_axes(value, parts)
+        if isinstance(part, Span) and part.rows(value.shape[axis]) is None
+    ]
+    limits, index = _limits(value, index, spans)
     axes, index = _axes(value, index)
     for axis, places in axes:
         value = value.index_select(axis, places)
+    value, index = _last_rows(value, index)
     if not spans:
         return value[index]
     if len(limits) > 1 or any(isinstance(part, torch.Tensor) and part.ndim for part in parts):
@@ -309,6 +135,16 @@ def item(value: Any, index: Any) -> Any:
     if any(part is None or part is Ellipsis for part in left):
         raise TypeError("a slice has a length that depends on values")
     return SliceOfUnknownLength(value[index], is_inside, sum(isinstance(part, slice) for part in left))
+
+
+def _last_rows(value: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
+    """The value and the index, with ``-1:`` taken: a trace does not know that there is one last row, not none."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    for place, (axis, part) in enumerate(_with_axes(value, parts)):
+        if isinstance(part, slice) and part == slice(-1, None) and is_counted_in_loop(value.shape[axis]):
+            value = value.index_select(axis, torch.scalar_tensor(value.shape[axis] - 1, dtype=torch.int64).reshape(1))
+            parts[place] = slice(None)
+    return value, tuple(parts)
 
 
 def with_item(value: Any, index: Any, part: Any) -> Any:
@@ -323,7 +159,7 @@ def with_item(value: Any, index: Any, part: Any) -> Any:
         raise TypeError(
             "a loop sets an item of something that is not a tensor, or whose index depends on the iteration"
         )
-    limits, rest = _limits(value, index)
+    limits, rest = _limits(value, index, index if isinstance(index, tuple) else (index,))
     part = rows(part)
     if limits and isinstance(part, torch.Tensor):
         part = _spread(part, value, index if isinstance(index, tuple) else (index,), limits)
@@ -369,11 +205,16 @@ def _along(axis: int, values: torch.Tensor, ndim: int) -> torch.Tensor:
     return values.reshape(-1, *[1] * (ndim - axis - 1))
 
 
-def _limits(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor]], Any]:
-    """The axes along which an index has slices that depend on values, with what they hold, and the other index."""
+def _limits(value: torch.Tensor, index: Any, chosen: Sequence[Any]) -> tuple[list[tuple[int, torch.Tensor]], Any]:
+    """The axes along which an index has some slices of unknown length, with what they hold, and the other index."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    spans = [(axis, part.holds(value.shape[axis])) for axis, part in _with_axes(value, parts) if isinstance(part, Span)]
-    return spans, tuple([slice(None) if isinstance(part, Span) else part for part in parts]) if spans else index
+    spans = [
+        (axis, part.holds(value.shape[axis]))
+        for axis, part in _with_axes(value, parts)
+        if isinstance(part, Span) and any(part is each for each in chosen)
+    ]
+    rest = [slice(None) if isinstance(part, Span) and any(part is each for each in chosen) else part for part in parts]
+    return spans, tuple(rest) if spans else index
 
 
 def _with_axes(value: torch.Tensor, parts: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -389,7 +230,7 @@ def _with_axes(value: torch.Tensor, parts: Sequence[Any]) -> list[tuple[int, Any
 def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor]], Any]:
     """The axes along which an index has numbers of iterations, with the rows there, and the index of what is left."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [Position(part, 0) if _is_number(part) else part for part in parts]
+    parts = [Position(part, 0) if is_number(part) else part for part in parts]
     if not any(isinstance(part, Position | Span) for part in parts):
         return [], index
     found: list[tuple[int, torch.Tensor]] = []
@@ -401,16 +242,11 @@ def _axes(value: torch.Tensor, index: Any) -> tuple[list[tuple[int, torch.Tensor
             found.append((axis, part.rows(value.shape[axis])))
             rest.append(0)
         elif isinstance(part, Span):
-            found.append((axis, part.rows(value.shape[axis])))
+            places = part.rows(value.shape[axis])
+            if places is None:
+                raise TypeError("a slice has another length in each iteration")
+            found.append((axis, places))
             rest.append(slice(None))
         else:
             rest.append(part)
     return found, tuple(rest)
-
-
-def _is_number(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.ndim == 0 and part.dtype in (torch.int64, torch.int32)
-
-
-def _is_value(limit: Any) -> bool:
-    return isinstance(limit, Position) or _is_number(limit)

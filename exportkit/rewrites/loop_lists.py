@@ -132,6 +132,15 @@ def steps_of_parts(parts: Parts) -> Steps:
     return Steps(elements, given, lambda: given(tree_map(lambda tensor: tensor[0], elements), Iteration()))
 
 
+def parts_of_size(tensor: torch.Tensor, size: int, axis: int) -> Parts:
+    """Returns ``tensor.split(size, axis)``: the last part may be shorter."""
+    length = tensor.shape[axis]
+    count = torch.sym_max((length + size - 1) // size, 1)
+    filler = tensor.new_zeros([count * size - length if own == axis else n for own, n in enumerate(tensor.shape)])
+    padded = torch.cat([tensor, filler], axis).unflatten(axis, (count, size)).movedim(axis, 0)
+    return Parts(padded, (length - torch.arange(count) * size).clamp(max=size), axis)
+
+
 def parts_of(items: Any) -> list[torch.Tensor]:
     """Returns tensors whose first axis goes over elements of a list."""
     return items.parts if isinstance(items, Stacked) else [torch.as_tensor(item)[None] for item in items]

@@ -27,7 +27,10 @@ _RESULT = "_exportkit_result"  # the name of what a function returns
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes of tensors
 # Operators whose results for numbers are others in single precision, or in 64 bits, by the name of the helper.
-_INEXACT = {ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"}
+_HELPERS_OF = {
+    **{ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"},
+    ast.MatMult: "product_of_matrices",
+}
 
 
 def body_statements(loop: ast.For, added: dict[int, str], kept: set[str]) -> list[ast.stmt]:
@@ -282,7 +285,7 @@ class _Statements(ast.NodeTransformer):
             node.left, node.right = self._wide(node.left), self._wide(node.right)
         else:
             self.generic_visit(node)
-        name = _INEXACT.get(type(node.op))
+        name = _HELPERS_OF.get(type(node.op))
         return node if name is None else ast.copy_location(call(name, node.left, node.right), node)
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:

@@ -885,10 +885,6 @@ def last_of(model):
     return model.last
 
 
-def that_has_chunks_of_different_lengths(self, x):
-    return torch.stack([x[:, i : i + 3].mean(1) for i in range(0, x.shape[1], 3)], 1)
-
-
 def that_reads_a_tensor_that_grows(self, x):
     found = x[:, :1]
     for i in range(x.shape[1]):
@@ -1025,7 +1021,6 @@ def that_pads_in_front(self, x):
 # What the error says, and the text of the line that it names.
 REFUSED = {
     that_sets_an_attribute_elsewhere: ("it sets the attribute `self.last`", "self.last = torch.tanh"),
-    that_has_chunks_of_different_lengths: ("a slice may end behind the last element", "x[:, i : i + 3]"),
     that_reads_a_tensor_that_grows: (
         "`found` grows with each iteration, and the loop also reads it",
         "found = torch.cat",
