@@ -23,6 +23,7 @@ from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError, ExportError, ExportkitError, InvalidRequestError
 from exportkit.plan.leaves import Finding, PlannedLeaf
 from exportkit.plan.plan import Plan
+from exportkit.plan.small_sizes import small
 from exportkit.probing.missing import completed_call
 from exportkit.probing.planning import BoundPlan, one_size
 from exportkit.probing.simplify import as_simplified
@@ -31,6 +32,7 @@ from exportkit.programs.failure import in_one_line
 from exportkit.programs.findings import findings_of
 from exportkit.programs.kinds import Cluster, Kind, Landmarks, Split, clusters_of, kinds_of, split_by_sizes
 from exportkit.programs.left_out import with_harmless_constants
+from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.search import Programs, Search, export_program
 from exportkit.programs.strategies import Attempt
@@ -190,8 +192,9 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
     with_lists = landmarks.with_lists(observation)
     kinds = kinds_of(observation, landmarks)
 
-    def check(traced: TracedProgram) -> str:
-        return _wrong_on_a_kind(traced, kinds, prove) if len(kinds) > 1 or with_lists.lists else ""
+    def check(traced: TracedProgram) -> str | ExportkitError:
+        found = _wrong_on_a_kind(traced, kinds, prove) if len(kinds) > 1 or with_lists.lists else ""
+        return found or _wrong_at_small_sizes(traced, prove) or ""
 
     def split(why: str | ExportkitError) -> Programs | None:
         found = _by_kind(model, observation, landmarks, why, plan_of, prove)
@@ -220,6 +223,30 @@ def _wrong_on_a_kind(traced: TracedProgram, kinds: Mapping[Kind, list[Call]], pr
         if not _serves(traced, recorded, [call]):
             return next(iter(prove(traced, False)), "")
     return ""
+
+
+def _wrong_at_small_sizes(traced: TracedProgram, prove: Prove) -> ExportError | None:
+    """What is wrong with a program for recorded calls in which some size is 0 or 1; None if it serves them.
+
+    A trace assumes that sizes are at least 2, so code such as ``if x.shape[1] == 0:`` leaves no condition in it.
+    """
+    plan, defaults, calls = traced.plan, traced.defaults.values, traced.observation.calls
+    sizes_of = sizes_of_calls(traced)
+
+    @functools.cache
+    def is_served(number: int) -> bool:
+        return _serves(traced, recorded, [completed_call(plan, traced.observation, calls[number], defaults)])
+
+    for name, size in dict.fromkeys(pair for sizes in sizes_of for pair in small(sizes).items()):
+        breaking = [number for number, sizes in enumerate(sizes_of) if sizes[name] == size]
+        if len(breaking) == len(calls) or any(map(is_served, breaking)):
+            continue
+        problem = next(iter(prove(traced, False)), "")
+        if problem:
+            error = ExportError(problem)
+            error.sides = f"{name} != {size}", frozenset(breaking)
+            return error
+    return None
 
 
 def _by_kind(

@@ -61,7 +61,7 @@ class Search(SearchState):
         method: str,
         plan_of: Callable[[], BoundPlan],
         *,
-        check: Callable[[TracedProgram], str] | None = None,
+        check: Callable[[TracedProgram], str | ExportkitError] | None = None,
         split: Callable[[str | ExportkitError], Programs | None] | None = None,
         required: Sequence[Rewrite] = (),
         seconds: dict[str, float] | None = None,

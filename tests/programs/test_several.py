@@ -417,6 +417,27 @@ def test_calls_on_both_sides_of_conditions_on_sizes_have_programs_of_their_own(t
             torch.testing.assert_close(runner(x), model(x))
 
 
+class Streaming(torch.nn.Module):
+    """Pads the first chunk of a stream, and puts what is left of the one before in front of the others."""
+
+    def forward(self, x, cache):
+        x = torch.nn.functional.pad(x, (0, 0, 2, 0)) if cache.shape[1] == 0 else torch.cat([cache, x], 1)
+        return x[:, 2:] - x[:, :-2], x[:, -2:]
+
+
+@pytest.mark.runtime
+def test_calls_with_an_empty_tensor_have_a_program_of_their_own_if_the_model_asks_whether_it_is(tmp_path):
+    model, observer = Streaming(), exportkit.InputObserver()
+    with observer(model, store_n_calls=4):
+        for batch, length, cached in ((1, 5, 0), (1, 5, 2), (2, 6, 0), (2, 6, 2)):
+            model(torch.randn(batch, length, 3), torch.randn(batch, cached, 3))
+    graph = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert graph.verify().ok
+    for length, cached in ((4, 0), (9, 2)):
+        call = torch.randn(3, length, 3), torch.randn(3, cached, 3)
+        torch.testing.assert_close(graph(*call), model(*call))
+
+
 def test_loops_of_different_lengths_have_no_program_for_each():
     class Halves(torch.nn.Module):
         def forward(self, x):

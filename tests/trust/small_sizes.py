@@ -24,6 +24,15 @@ def no_row(self, x):
     return x.new_ones(1, 3) if x.shape[0] == 0 else x[:, :3]
 
 
+@case(
+    [call(x(2, 5), x(2, 0)), call(x(3, 6), x(3, 2)), call(x(4, 5), x(4, 3))],
+    truth=[call(x(4, 9), x(4, 0)), call(x(4, 9), x(4, 1)), call(x(1, 5), x(1, 0))],
+    may_refuse=True,
+)
+def nothing_cached(self, x, cache):
+    return torch.cat([cache, x * 2 if cache.shape[1] == 0 else x], 1)
+
+
 @case(serves=at((4, 9)), truth=at((2, 0), (0, 0), (0, 7), (1, 1)))
 def no_element(self, x):
     return x.new_full((1,), -1.0) if not x.numel() else x.sum(1)
