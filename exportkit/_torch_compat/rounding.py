@@ -36,6 +36,8 @@ _TERMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.ones_like,
     "silu": torch.abs,
 }
+# Operators without operands that compute numbers close to zero from larger ones.
+_RAMPS = {"linspace", "bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window"}
 # Whole numbers up to this size are left alone: counts, positions, masks and one-hot vectors are exact.
 _MOST_EXACT = 2.0**20
 _PART = 2**17  # elements that are changed at a time: what fits into a cache takes a third of the time
@@ -58,6 +60,12 @@ class _RoundingVaried:
         if name in ("topk", "sort"):
             self.chooses = True
             return _first_of_equals(name, func, args, kwargs)
+        if name in _RAMPS and self.errors:
+            result = func(*args, **kwargs)
+            if not _is_rounded(result) or not result.numel():
+                return result
+            terms = torch.ones_like(result) if name.endswith("_window") else result.abs().amax().expand_as(result)
+            return result + self._errors(terms)
         floats = any(isinstance(arg, torch.Tensor) and _is_rounded(arg) for arg in tree_leaves((args, kwargs)))
         if not self.errors or not floats or name in _EXACT:
             return func(*args, **kwargs)

@@ -172,7 +172,7 @@ def _buffers_kept_between_calls(program: torch.export.ExportedProgram) -> list[s
         schema = schema_of(node.target)
         if schema is None or not schema.is_mutable or not isinstance(node.args[0], torch.fx.Node):
             continue
-        base, _ = _source(node.args[0])
+        base, _ = _source(node.args[0], of_copies=False)
         if node.args[0] is base and schema.name in _OVERWRITES:
             others = [value for value in node.all_input_nodes if value is not base]
             old[node.name] = old[base.name] = frozenset().union(*(old[value.name] for value in others))
@@ -196,14 +196,14 @@ def _decided_by_chance(program: torch.export.ExportedProgram) -> list[ModelLine 
     return found
 
 
-def _source(node: Any) -> tuple[Any, bool]:
-    """The node whose memory a value shares, and whether through a view."""
-    is_view = False
+def _source(node: Any, of_copies: bool = True) -> tuple[Any, bool]:
+    """The node whose memory a value shares, or of which it is a copy, and whether through a view."""
+    is_view, same = False, ("aten::alias", "aten::detach", *(("aten::clone",) if of_copies else ()))
     while node.op == "call_function" and node.args:
         operator = schema_of(node.target)
         name = "" if operator is None else operator.name
         view = bool(getattr(node.target, "is_view", False))
-        if not view and name not in ("aten::clone", "aten::alias", "aten::detach"):
+        if not view and name not in same:
             break
         is_view = is_view or (view and name not in ("aten::alias", "aten::detach"))
         node = node.args[0]

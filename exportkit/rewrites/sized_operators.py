@@ -19,6 +19,7 @@ from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.rewrites.interpolation import interpolate
 from exportkit.rewrites.lengths import holds_sizes
 from exportkit.rewrites.packed_sequences import recurrence
+from exportkit.rewrites.ramps import RAMPS
 from exportkit.rewrites.statistics import STATISTICS
 from exportkit.rewrites.symbolic_lists import Sizes
 
@@ -32,7 +33,7 @@ def _is_symbolic(*sizes: Any) -> bool:
 
 
 _original: dict[str, Callable[..., Any]] = {
-    **{name: getattr(torch, name) for name in ("as_tensor", "linspace", "triu_indices", "tril_indices", "where")},
+    **{name: getattr(torch, name) for name in ("as_tensor", "triu_indices", "tril_indices", "where")},
     "unique_consecutive": torch.unique_consecutive,
     **{name: getattr(torch.nn.functional, name) for name in ("one_hot", "pad", "scaled_dot_product_attention")},
     **{name: getattr(torch.Tensor, name) for name in ("__setitem__", "fill_diagonal_", "numpy")},
@@ -44,16 +45,6 @@ def _as_tensor(data: Any, **options: Any) -> Any:
     if isinstance(data, Sizes):
         return data.whole().to(**options)
     return torch.tensor(data, **options) if holds_sizes(data) else _original["as_tensor"](data, **options)
-
-
-def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    if not _is_symbolic(steps) or "out" in options or (dtype is not None and dtype.is_complex):
-        return _original["linspace"](start, end, steps, dtype=dtype, **options)
-    place = torch.arange(steps, dtype=torch.float64, **options)
-    last = torch.full((), steps - 1, dtype=torch.float64, device=place.device)
-    step = (end - start) / last.clamp(min=1)  # a single step is the start
-    values = torch.where(2 * place < steps, start + step * place, end - step * (last - place))
-    return values.to(dtype or torch.get_default_dtype())
 
 
 def _triu_indices(row: Any, col: Any, offset: int = 0, **options: Any) -> Any:
@@ -173,15 +164,40 @@ def _pad(input: torch.Tensor, pad: Any, *options: Any, **named: Any) -> Any:
 
 @functools.wraps(torch.Tensor.__setitem__)  # modes know by the name that it writes
 def _set_item(values: torch.Tensor, index: Any, part: Any) -> None:
-    """Sets an item; torch's own function makes a number of a symbolic place."""
+    """Sets an item; torch's own function makes a number of a symbolic place, and of a tensor without axes."""
     places = index if isinstance(index, tuple) else (index,)
-    is_plain = all(place is None or place is ... or type(place) in (int, slice, torch.SymInt) for place in places)
-    if not (is_plain and _is_symbolic(*places)) or any(map(depends_on_values, places)):
+    read = [place for place in places if _is_read(place)]
+    others = [place for place in places if not _is_read(place)]
+    is_plain = all(place is None or place is ... or type(place) in (int, slice, torch.SymInt) for place in others)
+    if is_plain and read:
+        _set_item_read(values, places, part)
+    elif not (is_plain and _is_symbolic(*places)) or any(map(depends_on_values, places)):
         _original["__setitem__"](values, index, part)
     elif isinstance(part, torch.Tensor):
         values[index].copy_(part)
     else:
         values[index].fill_(part)
+
+
+def _is_read(place: Any) -> bool:
+    """Whether this is a tensor of one integer, without axes, that has no value in a trace."""
+    is_integer = isinstance(place, torch.Tensor) and not place.is_floating_point() and place.dtype is not torch.bool
+    return is_integer and place.ndim == 0 and type(place) is not torch.Tensor
+
+
+def _set_item_read(values: torch.Tensor, places: tuple[Any, ...], part: Any) -> None:
+    """Sets an item at tensors without axes, in a view that has all of these axes."""
+    view = values[tuple([slice(None) if _is_read(place) else place for place in places])]
+    used = sum(place is not None and place is not Ellipsis for place in places)
+    indices: list[torch.Tensor | None] = []
+    for place in places:
+        if place is Ellipsis:
+            indices += [None] * (values.ndim - used)
+        elif _is_read(place):
+            indices.append(place)
+        elif place is None or isinstance(place, slice):
+            indices.append(None)
+    aten.index_put_(view, indices, torch.as_tensor(part, dtype=view.dtype, device=view.device))
 
 
 def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
@@ -307,7 +323,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
         torch,
         {
             "as_tensor": _as_tensor,
-            "linspace": _linspace,
+            **RAMPS,
             "triu_indices": _triu_indices,
             "tril_indices": _tril_indices,
             "unique_consecutive": _unique_consecutive,

@@ -273,6 +273,26 @@ def test_buffer_that_every_call_overwrites_is_no_state():
     assert exportkit.export(model, observed(model, *rows((2, 5), (3, 5)))).program is not None
 
 
+class _Copied(torch.nn.Module):
+    """Writes to a copy of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2, 5))
+
+    def forward(self, x):
+        table = self.table.clone()
+        table[:, 1] = x[:, 0].sum()
+        return x.sum(0) + table
+
+
+def test_copy_of_a_buffer_that_is_written_to_is_no_state():
+    model = _Copied()
+    exported = exportkit.export(model, observed(model, *rows((2, 5), (3, 5))))
+    x = torch.ones(4, 5)
+    torch.testing.assert_close(exported.program.module()(x=x), model(x))
+
+
 class _Packed(torch.nn.Module):
     """Has two numbers of four bits in each byte of a buffer."""
 

@@ -118,7 +118,28 @@ def to_frames_and_back(x):
     return frames.istft(4, 2, window=window, normalized=True, length=length), longer
 
 
+def with_items_at_tensors(x):
+    y, place = x.clone(), (x[0, 0] > 0).long() - 2
+    y[:, place] = x[:, 1]
+    y[..., None, place, None] += 1.5
+    return y
+
+
+def weighted_by_windows(x):
+    length = x.shape[1]
+    windows = [torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window]
+    parts = [x * window(length, periodic=is_periodic) for window in windows for is_periodic in (True, False)]
+    return (
+        *parts,
+        x * torch.hamming_window(length, True, 0.6, 0.4),
+        x * torch.logspace(0, 2, length),
+        x * linspace(-1, 1, length),
+    )
+
+
 FUNCTIONS = {
+    "items at tensors": with_items_at_tensors,
+    "windows": weighted_by_windows,
     "frames to samples": to_frames_and_back,
     "functions that are imported by name": by_imported_names,
     "modules made of sizes": unflattened,
