@@ -55,7 +55,8 @@ def _window(name: str, form: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         named = {key: options.pop(key) for key in ("alpha", "beta") if key in options}  # of a Hamming window
         dtype = options.pop("dtype", None) or torch.get_default_dtype()
         options = {key: value for key, value in options.items() if key in ("device", "requires_grad")}
-        place = torch.arange(window_length, dtype=torch.float64, **options)
+        # in the precision of torch, as terms of some windows cancel out at their ends
+        place = torch.arange(window_length, dtype=torch.promote_types(dtype, torch.float32), **options)
         length: torch.Tensor = torch.full((), window_length, dtype=place.dtype, device=place.device)
         period = (length if periodic else length - 1).clamp(min=1)
         window = form(place / period, *given, **named)

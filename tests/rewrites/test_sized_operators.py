@@ -127,10 +127,11 @@ def with_items_at_tensors(x):
 
 def weighted_by_windows(x):
     length = x.shape[1]
-    windows = [torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window]
+    windows = [torch.hann_window, torch.hamming_window, torch.bartlett_window]
     parts = [x * window(length, periodic=is_periodic) for window in windows for is_periodic in (True, False)]
     return (
         *parts,
+        x * torch.blackman_window(length),
         x * torch.hamming_window(length, True, 0.6, 0.4),
         x * torch.logspace(0, 2, length),
         x * linspace(-1, 1, length),
