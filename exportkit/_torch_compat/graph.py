@@ -29,6 +29,7 @@ _ASSERTIONS = (*_CONDITIONS, "_assert_tensor_metadata", "sym_constrain_range", "
 _COUNTED = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_storage_offset.default)
 # Operators of aten with private names.
 FFT_R2C, FFT_C2C, FFT_C2R = torch.ops.aten._fft_r2c, torch.ops.aten._fft_c2c, torch.ops.aten._fft_c2r
+DISTANCES = torch.ops.aten._cdist_forward
 # Resizing to the nearest pixels of sequences, images and volumes, and of images without aliases.
 NEAREST_EXACT = (
     torch.ops.aten._upsample_nearest_exact1d.vec,

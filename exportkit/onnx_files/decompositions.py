@@ -15,6 +15,7 @@ import torch
 from exportkit._torch_compat.graph import (
     BATCH_NORM,
     BATCH_NORMS,
+    DISTANCES,
     IS_ALL_TRUE,
     IS_ANY_TRUE,
     arguments_of,
@@ -253,6 +254,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.bitwise_right_shift.Tensor_Scalar: _shifted(torch.bitwise_right_shift),
     **{kind: _of_bytes(kind) for packet in (aten.any, aten.all) for kind in (packet.default, packet.dim, packet.dims)},
     aten.cdist.default: _cdist,
+    DISTANCES.default: _cdist,
     aten.conv2d.default: Decomposition(
         conv2d_in_groups, lambda *given, groups=1: isinstance(given[6] if len(given) > 6 else groups, int)
     ),

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from exportkit._torch_compat.graph import DISTANCES
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.rewrites.interpolation import interpolate
 from exportkit.rewrites.lengths import holds_sizes
 from exportkit.rewrites.packed_sequences import recurrence
+from exportkit.rewrites.pooling import POOLS
 from exportkit.rewrites.ramps import RAMPS
 from exportkit.rewrites.statistics import STATISTICS
 from exportkit.rewrites.symbolic_lists import Sizes
@@ -102,6 +104,11 @@ def slices_of(values: torch.Tensor, size: Any, dim: int) -> list[torch.Tensor]:
     return [aten.slice(values, dim, part * size, (part + 1) * size) for part in range(count)]
 
 
+def _cdist(one: torch.Tensor, other: torch.Tensor, p: float = 2.0, compute_mode: int | None = None) -> Any:
+    """The same operator for any number of rows: with more than 25, torch takes products of matrices for p = 2."""
+    return DISTANCES(one, other, p, compute_mode)
+
+
 def _take_along_dim(values: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Indices outside wrap around (torch 2.13), which they do not in ``gather``."""
     if dim is None:
@@ -132,25 +139,6 @@ def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
     if not _is_symbolic(num_classes):
         return _original["one_hot"](tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
-
-
-def _pool(name: str, over: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """A pool, which is a reduction where its window is as large as the input: ``max_pool1d(x, x.shape[-1])``."""
-    original, axes = getattr(torch.nn.functional, name), int(name[-2])
-
-    def pool(input: torch.Tensor, kernel_size: Any, *options: Any, **named: Any) -> Any:
-        sizes = tuple(kernel_size) if isinstance(kernel_size, list | tuple) else (kernel_size,) * axes
-        if not (_is_symbolic(*sizes) and _same(sizes, input.shape[-axes:])) or options or named:
-            return original(input, kernel_size, *options, **named)
-        return over(input, dim=[*range(-axes, 0)], keepdim=True)
-
-    return pool
-
-
-def _same(sizes: Any, others: Any) -> bool:
-    """Whether sizes are the same expressions; comparing them would make a condition of it."""
-    pairs = [[each.node.expr if _is_symbolic(each) else each for each in pair] for pair in zip(sizes, others)]  # noqa: B905
-    return len(sizes) == len(others) and all(one == other for one, other in pairs)
 
 
 def _divmod(number: Any, divisor: Any) -> Any:
@@ -338,8 +326,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
             "one_hot": _one_hot,
             "pad": _pad,
             "scaled_dot_product_attention": _attend,
-            **{name: _pool(name, torch.amax) for name in ("max_pool1d", "max_pool2d", "max_pool3d")},
-            **{name: _pool(name, torch.mean) for name in ("avg_pool1d", "avg_pool2d", "avg_pool3d")},
+            **POOLS,
         },
     ),
     (torch.nn.Unflatten, {"__init__": _make_unflatten}),
@@ -349,6 +336,7 @@ REPLACED: list[tuple[Any, dict[str, Any]]] = [
     (torch.Tensor, {name: _without_generator(getattr(torch.Tensor, name)) for name in _FILL}),
 ]
 KERNELS: dict[Any, Callable[..., Any]] = {
+    aten.cdist.default: _cdist,
     aten.chunk.default: _chunk,
     aten.conv_transpose1d.default: _conv_transpose,
     aten.conv_transpose2d.input: _conv_transpose,

@@ -138,7 +138,18 @@ def weighted_by_windows(x):
     )
 
 
+def pooled_to_sizes(x):
+    length, images = x.shape[1], x[:, None, None].expand(-1, 2, 4, -1)
+    return (
+        functional.adaptive_avg_pool1d(x, length // 2),
+        functional.adaptive_avg_pool2d(images, (None, 2 * length + 1)),
+        functional.adaptive_max_pool2d(images, (3, length - 2)),
+        functional.interpolate(images, size=(2, length - 1), mode="area"),
+    )
+
+
 FUNCTIONS = {
+    "pools to sizes": pooled_to_sizes,
     "items at tensors": with_items_at_tensors,
     "windows": weighted_by_windows,
     "frames to samples": to_frames_and_back,
@@ -190,6 +201,19 @@ def test_any_size_is_served(name, tmp_path):
     for length in (4, 6, 8, 12):
         x = torch.randn(4, length)
         torch.testing.assert_close(graph(x), model(x))
+
+
+def test_distances_are_computed_for_any_number_of_rows():
+    model, observer = (
+        Computed(lambda x: torch.cdist(x, x[:, :2]) + torch.cdist(x[:1], x[:, 1:3], p=1)),
+        exportkit.InputObserver(),
+    )
+    with observer(model):
+        for rows, length in ((2, 5), (3, 7)):
+            model(torch.randn(rows, length, 3))
+    exported, x = exportkit.export(model, observer), torch.randn(2, 40, 3)
+    assert exported.domain.explain({"x": x}).startswith("inside")
+    torch.testing.assert_close(exported.program.module()(x=x), model(x))
 
 
 def test_the_order_of_a_product_fixes_no_sizes(monkeypatch):
