@@ -118,7 +118,7 @@ class Signature:
         """Yields each argument with such numbers: its name, the numbers by path, and what it holds."""
         for name, kinds in self.numbers_by_name().items():
             tree = flatten(values[name] if name in values else self.defaults.get(name))
-            yield name, kinds, tree, dict(zip(tree.paths, tree.leaves, strict=True))
+            yield name, kinds, tree, tree.by_path()
 
     def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ArgumentError if a Python number that a graph takes as a tensor is given as anything else."""
@@ -401,6 +401,11 @@ def shapes_in(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
     for name, tree in arguments.items():
         found |= zip(joined(name, tree.tensor_paths), tree.shapes(), strict=True)
     return found
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of tensors by path."""
+    return {path: tuple(tensor.shape) for path, tensor in tensors.items()}
 
 
 def shapes_text(values: Mapping[str, torch.Tensor | tuple[int, ...]]) -> str:

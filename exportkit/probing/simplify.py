@@ -78,7 +78,7 @@ def simplify_calls(observation: Observation, model: torch.nn.Module, method: str
 
 
 def as_simplified(
-    tensors: Mapping[str, torch.Tensor], joined: Iterable[str], unused: Iterable[str]
+    tensors: Mapping[str, torch.Tensor], joined: Iterable[str], unused: Iterable[str] = ()
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of a call by the paths that they have in simplified calls.
 
@@ -269,7 +269,7 @@ def _is_unread(probe: ModelProbe, path: str) -> bool:
         if path in call.tensors()
         for other in (_other_values(call.tensors()[path]), None)
     )
-    return all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed))
+    return probe.repeats(changed)
 
 
 def _without_outputs(observation: Observation, names: Collection[str]) -> Observation:
@@ -332,7 +332,7 @@ def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
             return False
         for parts in (whole.split(1), whole.tensor_split(most)):
             further.append(_with_list(call, parent, members, list(parts)))
-    if not all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed)):
+    if not probe.repeats(changed):
         return False
     outcomes = compare_calls(recorded, probe.run, further)  # a model may raise for short tensors
     return all(outcome.agrees or outcome.error is not None for outcome in outcomes)

@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.pytree import tree_leaves
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, tensors_in
 from exportkit.probing.noted_sizes import Lost, SizeComparison, Text, note_use, noted_size, plain_number
 from exportkit.rewrites.branches import OWN_FILES, REWRITES, place_asking
 from exportkit.rewrites.model_code import Place, is_check, is_idle, is_model_code
 from exportkit.running.eager import run_eager
-from exportkit.trees import flatten, join
+from exportkit.trees import flatten
 
 Result = TypeVar("Result")
 
@@ -102,8 +102,7 @@ def tensors_read(
     found: set[str] = set()
 
     def around(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Any:
-        trees = {name: flatten(value) for name, value in values.items()}
-        tensors = {join(name, path): tensor for name, tree in trees.items() for path, tensor in tree.tensors().items()}
+        tensors = tensors_in({name: flatten(value) for name, value in values.items()})
         with Reads() as reads:
             result = run(values)
         found.update(path for path, tensor in {**tensors, **others}.items() if id(tensor) in reads.tensors)

@@ -86,7 +86,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
                 limits.setdefault(condition.text, _limit(condition, more))
     between = False
     for item in sizes_between(traced.plan, traced.sizes):
-        broken = [condition for condition in domain.conditions if not condition.holds(item.sizes)]
+        broken = domain.broken(item.sizes)
         if broken and not _why_refused(traced, item.sizes):
             between, refused = True, refused + 1
             by_model |= any(condition.own for condition in broken)

@@ -132,12 +132,12 @@ class Domain:
         return {
             "inputs": [{**vars(item), "sizes": [size.to_json() for size in item.sizes]} for item in self.inputs],
             "ranges": {name: list(limits) for name, limits in self.ranges.items()},
-            "conditions": [{"text": c.text, "place": c.place, "own": c.own} for c in self.conditions],
+            "conditions": [condition.to_json() for condition in self.conditions],
             "patterns": [{"sizes": dict(pattern.sizes), "waived": list(pattern.waived)} for pattern in self.patterns],
             "constants": {path: dump_constant(value) for path, value in self.constants.items()},
             "values": self.values.to_json(),
             "absent": [[sorted(paths), list(self.absent[paths])] for paths in sorted(self.absent, key=sorted)],
-            "waived": [{"text": c.text, "place": c.place, "own": c.own} for c in self.waived],
+            "waived": [condition.to_json() for condition in self.waived],
             "returned": dict(self.returned),
             "traits": list(self.traits),
         }

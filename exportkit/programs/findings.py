@@ -15,7 +15,6 @@ from exportkit.probing.missing import absent_patterns
 from exportkit.programs.kept_state import STATE
 from exportkit.programs.model_lines import ModelLine, line_of_node
 from exportkit.programs.program import TracedProgram
-from exportkit.running.program import tensor_placeholders
 from exportkit.trees import check_opened, first_name
 
 _SAME_NUMBERS = "With export(..., random_numbers=True), both are compared for the same numbers."
@@ -120,7 +119,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
             expected="a choice among values that are computed in any case, such as torch.where",
             hint="record more calls, if there are only a few branches.",
         )
-    inputs = dict(zip(tensor_placeholders(traced.program), traced.input_paths, strict=True))
+    inputs = traced.paths_by_node
     nodes = list(traced.program.graph.nodes)
     unused = {node.name for node in nodes if node.op == "placeholder" and not node.users}
     findings = []

@@ -322,9 +322,7 @@ def _is(condition: torch.Tensor, outcome: bool) -> torch.Tensor:
 
 def _require_same_kind(one: _Run, other: _Run) -> None:
     """Raises ExportError if a graph cannot choose between two results."""
-    kinds = [
-        {path: _kind(leaf) for path, leaf in zip(t.paths, t.leaves, strict=True)} for t in (one.outputs, other.outputs)
-    ]
+    kinds = [{path: _kind(leaf) for path, leaf in run.outputs.by_path().items()} for run in (one, other)]
     different = [path for path in {**kinds[0], **kinds[1]} if kinds[0].get(path) != kinds[1].get(path)]
     if different:
         pairs = zip(one.outcomes, other.outcomes, strict=False)

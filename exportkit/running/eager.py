@@ -83,7 +83,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
     Raises:
         Exception: whatever the model raises.
     """
-    target = model if method == "forward" else getattr(model, method)
+    target = method_of(model, method)
 
     def run(values: Mapping[str, Any]) -> Any:
         args, kwargs = call.signature.unbind(values)
@@ -157,6 +157,16 @@ def gradients_noted() -> Iterator[list[bool]]:
 
     with replaced_attributes(owner, {name: noted}):
         yield found
+
+
+def answered(model: torch.nn.Module, method: str, call: Call) -> Call:
+    """Returns a call with what the model returns for it; an error of the model is raised."""
+    return replace(call, outputs=flatten(run_eager(model, method, call)))
+
+
+def method_of(model: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """Returns what calls a method of a model: the model itself, which runs its hooks, if that is ``forward``."""
+    return model if name == "forward" else getattr(model, name)
 
 
 def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
@@ -240,7 +250,7 @@ def replayed(observation: Observation, model: torch.nn.Module, method: str) -> O
     calls = []
     for call in (replace(call, seed=number if draws else None) for number, call in enumerate(observation.calls)):
         try:
-            again = replace(call, outputs=flatten(run_eager(model, method, call)))
+            again = answered(model, method, call)
         except Exception:
             again = call
         known = call.outputs.tensors() if observation.has_values and not draws else {}

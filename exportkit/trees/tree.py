@@ -95,6 +95,10 @@ class Tree:
             self._tensor_paths = tuple([p for p in self.paths if p not in constants] if constants else self.paths)
         return self._tensor_paths
 
+    def by_path(self) -> dict[str, Any]:
+        """Returns the leaves by path."""
+        return dict(zip(self.paths, self.leaves, strict=True))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the leaves that are tensors, by path."""
         constants = self._listed.constants
