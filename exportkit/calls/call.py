@@ -81,7 +81,7 @@ class Signature:
         """
         values = self.bind_unchanged(args, kwargs)
         values |= self.numbers_as_tensors(values)
-        return {name: values[name] for name in self.names if name in values}
+        return self.in_order(values)
 
     def bind_unchanged(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the given arguments by parameter, in signature order, see `bind`: the very objects."""
@@ -96,6 +96,10 @@ class Signature:
             (values if name in by_name else extra)[name] = value
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
+        return self.in_order(values)
+
+    def in_order(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values by parameter in the order of the parameters."""
         return {name: values[name] for name in self.names if name in values}
 
     def numbers_as_tensors(self, values: Mapping[str, Any]) -> dict[str, Any]:

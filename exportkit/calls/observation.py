@@ -202,7 +202,7 @@ class Observation:
             found = dict(call.arguments)
             for key, value in value_if_missing.items():
                 self._set_missing(found, key, value)
-            ordered = {name: found[name] for name in self.signature.names if name in found}
+            ordered = self.signature.in_order(found)
             calls.append(replace(call, arguments=ordered))
         return replace(self, calls=tuple(calls))
 

@@ -85,10 +85,6 @@ class SizeCondition:
         """
         return _parsed(self.text)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the condition as JSON data."""
-        return {"text": self.text, "place": self.place, "own": self.own}
-
     def variables(self) -> frozenset[str]:
         """Returns the names in the condition."""
         calls = {node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)}

@@ -144,7 +144,7 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
         return size_reads(lambda: run_eager(traced.model, traced.method, made()))[0]
 
     def compared(call: Call, forced: Mapping[Place, bool]) -> tuple[str, SizeReads | None]:
-        noted = SizeReads(with_code=True, forced=forced)
+        noted = SizeReads(forced)
         return next(filter(None, _compared(traced, call, of_all_magnitudes=False, noted=noted)), ""), noted
 
     without = reads(lambda: call)

@@ -69,7 +69,7 @@ class StatePlace:
         made = {path: number_as_tensor(leaves[path], kind) for path, kind in self.numbers.items()}
         return tree.with_leaves(made).build()
 
-    def at_start(self, state: Any, start: Callable[[Any], Any], shift: int = 0) -> Any:
+    def at_start(self, state: Any, start: Callable[[Any], Any], shift: int) -> Any:
         """Returns the state before the first call, in which numbers are 0, and another one if it is shifted."""
         numbers = {path: float(shift) if kind == "float" else shift for path, kind in self.numbers.items()}
         value = flatten(state).with_leaves(numbers).build()

@@ -97,7 +97,7 @@ def with_numbers(model: torch.nn.Module, observation: Observation, numbers: Numb
     for call in observation.calls:
         made = signature.numbers_as_tensors(call.values())
         given = {**call.arguments, **{name: flatten(value) for name, value in made.items()}}
-        ordered = {name: given[name] for name in signature.names if name in given}
+        ordered = signature.in_order(given)
         named = call.named | (made.keys() - call.arguments.keys())
         calls.append(replace(call, arguments=ordered, named=named, signature=signature))
     further = []

@@ -33,7 +33,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
 from exportkit.errors import ExportError
-from exportkit.overrides import original_attribute, replaced_attributes
+from exportkit.overrides import attribute_slots, original_attribute, replaced, replaced_attributes
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import Absences, MissingDefaults, completed_call
 from exportkit.probing.sized_calls import run_sized, sized_call
@@ -56,6 +56,7 @@ from exportkit.running.eager import Answer, EagerRunner, autocast, kernels_of, s
 from exportkit.running.module_state import modules_kept
 from exportkit.running.program import ProgramRunner, tensor_placeholders
 from exportkit.trees import Tree, caches_opened
+from exportkit.trees.tree import dtype_name
 
 _SQUEEZES = tuple(getattr(torch.ops.aten.squeeze, name) for name in ("default", "dim", "dims"))
 
@@ -153,7 +154,7 @@ class TracedProgram:
     def half_dtypes(self) -> tuple[str, ...]:
         """The dtypes in half precision in which the program computes something."""
         dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in nodes_in(self.program.graph_module)}
-        return tuple(str(dtype).removeprefix("torch.") for dtype in HALF if dtype in dtypes)
+        return tuple(dtype_name(dtype) for dtype in HALF if dtype in dtypes)
 
     @property
     def wraps(self) -> bool:
@@ -380,9 +381,8 @@ def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
     checked = replaced_attributes(owner, {name: False})
     quiet = warnings.catch_warnings(action="ignore")
-    with quiet, silent, unlogged, checked, dispatch_restored(), contextlib.ExitStack() as repaired:
+    with quiet, silent, unlogged, checked, dispatch_restored():
         lines = lines_without([branches.__file__])
-        repairs = (module_calls(around), constraints_that_solve(), limits_of_floats(), modes_that_change(), lines)
-        for replacement in repairs:
-            repaired.enter_context(replaced_attributes(*replacement))
-        yield
+        repairs = [module_calls(around), constraints_that_solve(), limits_of_floats(), modes_that_change(), lines]
+        with replaced(attribute_slots(repairs)):
+            yield

@@ -203,7 +203,7 @@ class ProgramProbe:
             for other in calls_with_values(plan, observation, defaults, call, tried) if call is not None else ():
                 answered = self._answered(other)
                 if answered is not None and self._difference_in(answered):
-                    return replace(answered, label=f"values of {SmallSizes(small(sizes))}")
+                    return replace(answered, label=f"values of {SmallSizes.of(sizes)}")
         return None
 
     def limits(self, sizes: Mapping[str, int], domain: Domain) -> list[SizeCondition]:

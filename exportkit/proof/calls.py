@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from exportkit.arguments.build import build_call, largest_tensors
-from exportkit.arguments.integers import is_integer
 from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, described, short_text
@@ -36,6 +35,7 @@ from exportkit.programs.turns import Affordable
 from exportkit.running.compare import Tensors, outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join
+from exportkit.trees.tree import is_inexact, is_integer
 
 _SEEDS = 1000
 _SCALES = (0.03, 4.0, -1.0)  # of the values in calls of a program that may decide by them
@@ -223,7 +223,7 @@ def _calls_in_a_row(traced: TracedProgram) -> Iterator[Call]:
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_inexact(tensor):
         return -tensor
     return tensor.flip(*range(tensor.ndim)) if tensor.ndim else tensor
 

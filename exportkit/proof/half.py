@@ -19,6 +19,7 @@ from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.proof.figures import figures_of, worst
 from exportkit.running.bounds import HALF, Bound, half_bound, index_means, usual_bound
 from exportkit.running.compare import Tensors, elements_apart
+from exportkit.trees.tree import dtype_name
 
 # The graph's error may be this many times the model's: of all elements, and of those at the worst index of an axis.
 # docs/proof.rst has the largest that were measured.
@@ -36,7 +37,7 @@ def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
         expected, got = _in_float32(graph, call), call.outputs.tensors()
         figures.append({p: figures_of(t, got[p].to(t.dtype), None, False) for p, t in expected.items() if p in got})
     if any(figures):
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in graph.half_dtypes]
+        dtypes = [dtype_name(dtype) for dtype in graph.half_dtypes]
         yield (
             f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are "
             f"{max(worst(found).error for found in figures if found):.2g} from those in float32, relative to these, "

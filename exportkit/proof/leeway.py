@@ -28,6 +28,7 @@ from exportkit.proof.half import most_allowed
 from exportkit.running.bounds import Bound, local_scale, magnitudes, rounding_bound, usual_bound
 from exportkit.running.compare import Tensors, compare_tensors, elements_apart
 from exportkit.running.masks import Visible, find_masks, visible_positions, visible_tail
+from exportkit.trees.tree import is_inexact
 
 # Runs that round differently, at most. A decision that depends on the last bit goes either way in half of them. In half
 # precision there are so many such decisions that four runs do not meet all; and of millions of elements, some move
@@ -140,7 +141,7 @@ def _allowed(
     Results in half precision move by as much as is usual, or more, throughout. These may then be off by 16 times what
     they moved, within a larger bound, as `farther_from_float32` looks at them together.
     """
-    if base.is_floating_point() or base.is_complex():
+    if is_inexact(base):
         # One run moves one element by little, and another one by more, as chance has it: the elements around it count,
         # in numbers and in parts of their scale, without those that moved because a decision was made differently.
         usual = usual_bound(base)
@@ -216,7 +217,7 @@ def _others(tensor: torch.Tensor, placeholders: Sequence[int]) -> torch.Tensor:
     """Values that differ from those of a tensor, except for placeholders, and are among them or close by."""
     if tensor.dtype is torch.bool:
         return ~tensor
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_inexact(tensor):
         return torch.where(tensor == 0, 1.0, -tensor).to(tensor.dtype)
     fixed = torch.isin(tensor, torch.tensor(placeholders, dtype=tensor.dtype, device=tensor.device))
     values = tensor[~fixed].unique()

@@ -69,14 +69,14 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
     ]
     for _, call in suspects:  # which grows: of several small sizes, one alone may be the reason
         for tried in _fewer_small(graph, call.sizes) if not _is_any_wrong(recorded, rows) else ():
-            found = _wrong_beside(graph, call, tried, str(SmallSizes(small(call.sizes))), row_of)
+            found = _wrong_beside(graph, call, tried, str(SmallSizes.of(call.sizes)), row_of)
             if found is not None and small(found[1].sizes) not in [small(other.sizes) for _, other in suspects]:
                 suspects += [(len(rows), found[1])] if small(found[1].sizes) else []
                 rows.append(found[0])
     if not _is_any_wrong(recorded, rows):
         proven = [small(row.sizes) for row in (*recorded, *rows) if row.is_right]
         for number, call in suspects:
-            leave(number, str(SmallSizes(small(call.sizes))))
+            leave(number, str(SmallSizes.of(call.sizes)))
             proven = [pattern for pattern in proven if pattern != small(call.sizes)]
         if suspects:
             domain = replace(domain, patterns=tuple(p for p in domain.patterns if p.sizes in proven))
@@ -122,7 +122,7 @@ def _beyond_conditions(
     for row, call in unseen:
         if row.is_wrong and small(row.sizes) and domain.requiring(row.sizes, kept) != domain:
             tried = sizes_beside(plan, call.sizes, graph.contract.sizes)
-            found = _wrong_beside(graph, call, tried, str(SmallSizes(small(call.sizes))), row_of)
+            found = _wrong_beside(graph, call, tried, str(SmallSizes.of(call.sizes)), row_of)
             if found is not None and not small(found[1].sizes):
                 yield found
 

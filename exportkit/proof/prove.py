@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, RuntimeFailure, short_text
+from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, RuntimeFailure, first_line, short_text
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
@@ -36,7 +36,6 @@ from exportkit.running.compare import Difference, Tensors
 from exportkit.running.eager import answered
 from exportkit.running.program import UnrecordedPath
 from exportkit.running.runner import Returned, Runner, compare_calls
-from exportkit.running.session import first_line
 
 _ENOUGH_UNSEEN = 3
 STEPWISE = "equals the model token by token; with several tokens at once, the model forgets its state"

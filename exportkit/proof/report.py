@@ -12,7 +12,16 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.json_data import as_json_data
 from exportkit.onnx_files.quantised import Quantised
-from exportkit.plan.tables import aligned, first_of, html_details, html_lines, html_of, html_table, html_verdict
+from exportkit.plan.tables import (
+    aligned,
+    first_of,
+    html_details,
+    html_lines,
+    html_of,
+    html_table,
+    html_verdict,
+    sizes_text,
+)
 from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
 
 _SHOWN_PROBLEMS = 3
@@ -253,7 +262,6 @@ class Report:
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:
-    sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
     absolute = "" if row.absolute != row.absolute else f"{row.absolute:.1e}"
     where = row.where or (worst(row.figures).text if row.figures else "")
-    return f"{row.kind} {row.label}", sizes, row.status, absolute, where
+    return f"{row.kind} {row.label}", sizes_text(row.sizes), row.status, absolute, where

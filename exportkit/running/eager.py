@@ -19,7 +19,7 @@ from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off, run_b
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
-from exportkit.overrides import Attribute, original_attribute, replaced, replaced_attributes
+from exportkit.overrides import attribute_slots, original_attribute, replaced, replaced_attributes
 from exportkit.running.bounds import HALF, fixed_bound
 from exportkit.running.compare import compare_outputs
 from exportkit.running.module_state import modules_kept
@@ -180,8 +180,7 @@ def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
 
 def nothing_compiled() -> contextlib.AbstractContextManager[None]:
     """Runs ``flex_attention``, where code has imported it, without compiling it for each size."""
-    found = flexible_attention_attributes()
-    return replaced([(Attribute(owner, name), value) for owner, made in found for name, value in made.items()])
+    return replaced(attribute_slots(flexible_attention_attributes()))
 
 
 @contextlib.contextmanager

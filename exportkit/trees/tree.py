@@ -174,6 +174,21 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if tensor.is_nested else tuple(tensor.shape)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has integers, booleans excepted."""
+    return tensor.dtype is not torch.bool and not is_inexact(tensor)
+
+
 # Numbers of the dtypes in ONNX's TensorProto.DataType (onnx.proto), which users of the peers know.
 ONNX_DTYPES = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.uint16: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7,
