@@ -54,6 +54,11 @@ def short_text(error: object, most: int = 240) -> str:
     return " ".join(_message(error).split())[:most]
 
 
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or the name of its class."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]
+
+
 def _message(error: object) -> str:
     try:
         return str(error)

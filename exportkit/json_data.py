@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -176,25 +176,24 @@ def _literal(allowed: tuple[Any, ...], data: Any) -> Any:
 def _items(cls: type, reader: _Reader, data: Any) -> Any:
     if type(data) is not list:
         raise InvalidDataError("a list", data)
-    found: list[Any] = []
-    try:
-        for item in data:
-            found.append(reader(item))
-        return found if cls is list else cls(found)
-    except InvalidDataError as error:
-        raise error.below(f"[{len(found)}]") from None
+    found = _read_each((reader, item) for item in data)
+    return found if cls is list else cls(found)
 
 
 def _fixed(readers: list[_Reader], data: Any) -> Any:
     if type(data) is not list or len(data) != len(readers):
         raise InvalidDataError(f"a list of {len(readers)} values", data)
+    return tuple(_read_each(zip(readers, data, strict=True)))
+
+
+def _read_each(items: Iterable[tuple[_Reader, Any]]) -> list[Any]:
     found: list[Any] = []
     try:
-        for reader, item in zip(readers, data, strict=True):
+        for reader, item in items:
             found.append(reader(item))
-        return tuple(found)
     except InvalidDataError as error:
         raise error.below(f"[{len(found)}]") from None
+    return found
 
 
 def _mapping(reader: _Reader, data: Any) -> Any:

@@ -29,6 +29,8 @@ class Slot(Protocol):
         """Puts something else there."""
 
 
+Replacing = contextlib.AbstractContextManager[None]  # replaces something for the time of a ``with`` block
+
 _lock = threading.RLock()
 # For each slot that is replaced: what it held before, then who replaced it and by what, in order.
 _values: dict[Slot, list[tuple[object, Any]]] = {}
@@ -147,6 +149,11 @@ def _restore(slot: Slot, token: object) -> None:
         slot.write(entries[-1][1])
 
 
+def attribute_slots(owned: Iterable[tuple[Any, Mapping[str, Any]]]) -> list[tuple[Attribute, Any]]:
+    """Returns the replacements for attributes of classes, Python modules or other objects, each with its attributes."""
+    return [(Attribute(owner, name), value) for owner, attributes in owned for name, value in attributes.items()]
+
+
 def with_imports(replacements: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Returns replacements with those of the names under which other Python modules have imported the same functions.
 
@@ -213,7 +220,7 @@ def _may_import(name: str) -> bool:
 
 def replaced_attributes(owner: Any, attributes: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Gives a class, a Python module or another object other attributes for the time of a ``with`` block."""
-    return replaced([(Attribute(owner, name), value) for name, value in attributes.items()])
+    return replaced(attribute_slots([(owner, attributes)]))
 
 
 def replaced_functions(

@@ -12,7 +12,7 @@ from typing import Any
 from exportkit.errors import CompatibilityError
 
 
-def require(owner: Any, name: str, seen: str) -> Any:
+def require(owner: Any, name: str, seen: str = "torch 2.13") -> Any:
     """Returns ``owner.name``.
 
     Args:

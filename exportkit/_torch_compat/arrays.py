@@ -12,12 +12,12 @@ from exportkit._torch_compat import require
 
 def array_functions() -> Any:
     """Returns torch's module with the functions of numpy. Seen in torch 2.13."""
-    return require(torch, "_numpy", "torch 2.13")
+    return require(torch, "_numpy")
 
 
 def array_type() -> Any:
     """Returns the class of arrays that these functions return. Its ``tensor`` is what they hold."""
-    return require(array_functions(), "ndarray", "torch 2.13")
+    return require(array_functions(), "ndarray")
 
 
 def array_dtype() -> type:
@@ -32,7 +32,7 @@ def numbers_of_numpy_taken() -> tuple[dict[str, Any], dict[str, Any]]:
     """
     from torch._numpy import _normalizations
 
-    normalizers: dict[str, Any] = require(_normalizations, "normalizers", "torch 2.13")
+    normalizers: dict[str, Any] = require(_normalizations, "normalizers")
 
     def taking(normalize: Any) -> Any:
         def normalized(value: Any, *options: Any) -> Any:

@@ -175,7 +175,7 @@ def multiplies_in_tf32() -> bool:
 def _precisions() -> list[Any]:
     """What holds the precision of float32 in matrix products, convolutions and recurrent layers."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return [matmul, *(require(cudnn, name, "torch 2.13") for name in ("conv", "rnn"))]
+    return [matmul, *(require(cudnn, name) for name in ("conv", "rnn"))]
 
 
 @contextlib.contextmanager

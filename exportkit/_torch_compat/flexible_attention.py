@@ -13,7 +13,6 @@ from exportkit._torch_compat import require
 
 _Modification = Callable[..., torch.Tensor]
 _MODULE, _OPERATORS = "torch.nn.attention.flex_attention", "torch._higher_order_ops.flex_attention"
-_SEEN = "torch 2.13"
 
 
 def flexible_attention_attributes(
@@ -36,7 +35,7 @@ def flexible_attention_attributes(
     if owner is None:
         return []
     made = {
-        "flex_attention_hop": operator or require(sys.modules[_OPERATORS], "math_attention", _SEEN),
+        "flex_attention_hop": operator or require(sys.modules[_OPERATORS], "math_attention"),
         "setup_compilation_env": lambda: contextlib.nullcontext("eager"),
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
     }
@@ -48,27 +47,27 @@ def flexible_attention_attributes(
             "_transpose_ordered": lambda *blocks: blocks,
         }
     for name in made:
-        require(owner, name, _SEEN)
+        require(owner, name)
     if operator is not None:
         return [(owner, made)]
     from torch._dynamo import eval_frame
 
-    require(eval_frame, "_stance", _SEEN)
-    eager = require(eval_frame, "DynamoStance", _SEEN)("force_eager")
+    require(eval_frame, "_stance")
+    eager = require(eval_frame, "DynamoStance")("force_eager")
     return [(owner, made), (eval_frame, {"_stance": eager})]
 
 
 def changes_nothing(modification: _Modification) -> bool:
     """Returns whether this is the modification of scores, or the mask, that stands for none."""
     owner = sys.modules[_MODULE]
-    return modification in (require(owner, "_identity", _SEEN), require(owner, "noop_mask", _SEEN))
+    return modification in (require(owner, "_identity"), require(owner, "noop_mask"))
 
 
 def is_mask(modification: _Modification) -> bool:
     """Returns whether a function takes a place, and not a score as well."""
     owner = sys.modules[_MODULE]
-    kind = require(owner, "_get_mod_type", _SEEN)(modification)
-    return bool(kind is require(owner, "_ModificationType", _SEEN).MASK_MOD)
+    kind = require(owner, "_get_mod_type")(modification)
+    return bool(kind is require(owner, "_ModificationType").MASK_MOD)
 
 
 def mapped_over_places(modification: _Modification, scores: int) -> _Modification:
@@ -79,4 +78,4 @@ def mapped_over_places(modification: _Modification, scores: int) -> _Modificatio
         scores: How many arguments, before the positions, have the four axes of the scores.
     """
     owner = sys.modules[_MODULE]
-    return require(owner, "_vmap_for_bhqkv", _SEEN)(modification, prefix=(0,) * scores)  # type: ignore[no-any-return]
+    return require(owner, "_vmap_for_bhqkv")(modification, prefix=(0,) * scores)  # type: ignore[no-any-return]

@@ -255,7 +255,7 @@ def with_graph_module(
         module_call_graph=program.module_call_graph,
         example_inputs=program.example_inputs,
         constants=program.constants,
-        verifiers=require(program, "verifiers", "torch 2.13"),
+        verifiers=require(program, "verifiers"),
     )
 
 
@@ -320,7 +320,7 @@ def program_of(
         module_call_graph=[ModuleCallEntry("", signature)],
         example_inputs=None if example is None else (tuple(example), {}),
         constants={name: value for name, value in program.constants.items() if name in weights},
-        verifiers=require(program, "verifiers", "torch 2.13"),
+        verifiers=require(program, "verifiers"),
     )
     return without_guards(made)  # they name the inputs of the other program
 
@@ -331,7 +331,7 @@ def without_guards(program: torch.export.ExportedProgram) -> torch.export.Export
     Seen in torch 2.13.
     """
     made = copy.copy(program)
-    require(made, "_guards_code", "torch 2.13")
+    require(made, "_guards_code")
     made._guards_code = []
     return made
 
@@ -348,10 +348,10 @@ def decomposition_attributes(kernels: Mapping[Any, Callable[..., Any]]) -> list[
     import torch._decomp
 
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    table = {**require(torch._decomp, "decomposition_table", "torch 2.13"), **kernels}
+    table = {**require(torch._decomp, "decomposition_table"), **kernels}
     found: list[tuple[Any, dict[str, Any]]] = [(torch._decomp, {"decomposition_table": table})]
     for composite, kernel in kernels.items():
-        known = require(composite, "py_kernels", "torch 2.13")
+        known = require(composite, "py_kernels")
         found.append((composite, {"py_kernels": {**known, key: kernel}, "_dispatch_cache": {}}))
     return found
 
@@ -374,7 +374,7 @@ def export_with_gradients(
     torch.export follows what a model calls, and the operators of a gradient are called by torch's own engine. This
     traces below it, as torch.export did before it kept the operators that a model calls. Seen in torch 2.13.
     """
-    export = require(trace_module(), "_export", "torch 2.13")
+    export = require(trace_module(), "_export")
     program: torch.export.ExportedProgram = export(
         model, (), arguments, dynamic_shapes=dynamic_shapes, strict=strict, pre_dispatch=False
     )

@@ -28,7 +28,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -
     """
     import torch._higher_order_ops as operators
 
-    return require(operators, "scan", "torch 2.13")(step, state, inputs)  # type: ignore[no-any-return]
+    return require(operators, "scan")(step, state, inputs)  # type: ignore[no-any-return]
 
 
 def without_aliases(body: types.FunctionType) -> types.FunctionType:
@@ -105,7 +105,7 @@ def recurrent_kernels() -> dict[Any, Callable[..., Any]]:
     import torch.export._patches as patches
     from torch.fx.experimental import proxy_tensor
 
-    is_decomposed = require(proxy_tensor, "get_proxy_mode", "torch 2.13")
+    is_decomposed = require(proxy_tensor, "get_proxy_mode")
 
     def kernel(loop: Callable[..., Any]) -> Callable[..., Any]:
         def run(tokens: torch.Tensor, first: Any, *others: Any) -> Any:
@@ -121,8 +121,8 @@ def recurrent_kernels() -> dict[Any, Callable[..., Any]]:
 
     aten = torch.ops.aten
     return {
-        aten.lstm.input: kernel(require(patches, "lstm_while_loop_impl", "torch 2.13")),
-        aten.gru.input: kernel(require(patches, "gru_while_loop_impl", "torch 2.13")),
+        aten.lstm.input: kernel(require(patches, "lstm_while_loop_impl")),
+        aten.gru.input: kernel(require(patches, "gru_while_loop_impl")),
     }
 
 
@@ -136,8 +136,8 @@ def loops_compiled_afresh() -> tuple[Any, dict[str, Any]]:
     from torch._dynamo import eval_frame
     from torch._higher_order_ops import utils
 
-    original = require(utils, "_hop_compile_and_call", "torch 2.13")
-    reset_code = require(eval_frame, "reset_code", "torch 2.13")
+    original = require(utils, "_hop_compile_and_call")
+    reset_code = require(eval_frame, "reset_code")
     seen: set[Any] = set()
 
     def compiled(function: Any, *arguments: Any) -> Any:
@@ -157,8 +157,8 @@ def sizes_seen_afresh() -> tuple[Any, dict[str, Any]]:
     """
     from torch._dynamo import pgo
 
-    require(pgo, "_CODE_STATE", "torch 2.13")
-    return pgo, {"_CODE_STATE": defaultdict(require(pgo, "CodeState", "torch 2.13"))}
+    require(pgo, "_CODE_STATE")
+    return pgo, {"_CODE_STATE": defaultdict(require(pgo, "CodeState"))}
 
 
 def sizes_in_loops() -> tuple[Any, dict[str, Any]]:
@@ -169,9 +169,9 @@ def sizes_in_loops() -> tuple[Any, dict[str, Any]]:
     """
     from torch._dynamo import output_graph
 
-    tracer = require(output_graph, "SubgraphTracer", "torch 2.13")
-    noted = require(output_graph, "LazyProxy", "torch 2.13")
-    original = require(tracer, "lift_tracked_freevar_to_input", "torch 2.13")
+    tracer = require(output_graph, "SubgraphTracer")
+    noted = require(output_graph, "LazyProxy")
+    original = require(tracer, "lift_tracked_freevar_to_input")
 
     def lift_tracked_freevar_to_input(self: Any, proxy: Any) -> Any:
         found = original(self, proxy)
@@ -191,8 +191,8 @@ def constants_in_loops() -> tuple[Any, dict[str, Any]]:
     """
     from torch._dynamo import utils
 
-    original = require(utils, "clone_input", "torch 2.13")
-    is_tracing = require(utils, "detect_fake_mode", "torch 2.13")
+    original = require(utils, "clone_input")
+    is_tracing = require(utils, "detect_fake_mode")
 
     def clone_input(tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_tracing() is not None:

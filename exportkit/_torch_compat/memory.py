@@ -132,7 +132,7 @@ class StorageRef:
 def _weak_storage() -> Any:
     from torch.multiprocessing import reductions
 
-    return require(reductions, "StorageWeakRef", "torch 2.13")
+    return require(reductions, "StorageWeakRef")
 
 
 def sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -149,8 +149,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
 def make_quantized(values: torch.Tensor, scale: Any, zero_point: Any, axis: int | None) -> torch.Tensor:
     """Returns the quantized tensor with these integer values; with an axis, scales are tensors. Seen in torch 2.13."""
     if axis is None:
-        return require(torch, "_make_per_tensor_quantized_tensor", "torch 2.13")(values, scale, zero_point)  # type: ignore[no-any-return]
-    return require(torch, "_make_per_channel_quantized_tensor", "torch 2.13")(values, scale, zero_point, axis)  # type: ignore[no-any-return]
+        return require(torch, "_make_per_tensor_quantized_tensor")(values, scale, zero_point)  # type: ignore[no-any-return]
+    return require(torch, "_make_per_channel_quantized_tensor")(values, scale, zero_point, axis)  # type: ignore[no-any-return]
 
 
 _printing = threading.Lock()  # the print options belong to the process
@@ -160,5 +160,5 @@ def scientific_text(tensor: torch.Tensor) -> str:
     """Returns the repr of a tensor in scientific notation, 120 columns wide. Seen in torch 2.13."""
     import torch._tensor_str
 
-    with _printing, require(torch._tensor_str, "printoptions", "torch 2.13")(sci_mode=True, linewidth=120):
+    with _printing, require(torch._tensor_str, "printoptions")(sci_mode=True, linewidth=120):
         return repr(tensor)

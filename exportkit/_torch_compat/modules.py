@@ -34,7 +34,7 @@ def wraps_tensors(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor holds other tensors, as quantised weights do. Seen in torch 2.13."""
     from torch.utils import _python_dispatch
 
-    is_wrapper = require(_python_dispatch, "is_traceable_wrapper_subclass", "torch 2.13")
+    is_wrapper = require(_python_dispatch, "is_traceable_wrapper_subclass")
     return bool(is_wrapper(tensor))
 
 
@@ -113,7 +113,7 @@ def causal_mask_detection() -> tuple[ModuleType, str]:
     import torch.nn.modules.transformer as owner
 
     name = "_detect_is_causal_mask"
-    require(owner, name, "torch 2.13")
+    require(owner, name)
     return owner, name
 
 
@@ -123,7 +123,7 @@ def inference_kernels() -> tuple[ModuleType, str]:
     Seen in torch 2.13.
     """
     name = "_is_fastpath_enabled"
-    require(torch.backends.mha, name, "torch 2.13")
+    require(torch.backends.mha, name)
     return torch.backends.mha, name
 
 
@@ -143,7 +143,7 @@ def conversions_left_out() -> tuple[type[torch.nn.Module], dict[str, Callable[..
 
     In a trace, torch cannot put even the same parameters in place of those that it has. Seen in torch 2.13.
     """
-    original = require(torch.nn.Module, "_apply", "torch 2.13")
+    original = require(torch.nn.Module, "_apply")
 
     def converted(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         if not is_tracing():  # in another thread

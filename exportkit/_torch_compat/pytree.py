@@ -21,7 +21,7 @@ class Registration(NamedTuple):
 
 def nodes() -> dict[type, Any]:
     """Returns torch's registrations by class. Seen in torch 2.13."""
-    found: dict[type, Any] = require(torch.utils._pytree, "SUPPORTED_NODES", "torch 2.13")
+    found: dict[type, Any] = require(torch.utils._pytree, "SUPPORTED_NODES")
     return found
 
 
@@ -48,7 +48,7 @@ def register_node(
     import torch.utils._cxx_pytree
 
     unique = f" {id(cls)}" if "<locals>" in cls.__qualname__ else ""  # torch takes each name once
-    require(torch.utils._pytree, "register_pytree_node", "torch 2.13")(
+    require(torch.utils._pytree, "register_pytree_node")(
         cls,
         flatten,
         unflatten,
@@ -62,7 +62,7 @@ def register_node(
 def _with_keys(
     flatten: Callable[[Any], tuple[list[Any], Any]], keys: Callable[[Any], list[str]]
 ) -> Callable[[Any], tuple[list[tuple[Any, Any]], Any]]:
-    mapping_key = require(torch.utils._pytree, "MappingKey", "torch 2.13")
+    mapping_key = require(torch.utils._pytree, "MappingKey")
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         leaves, context = flatten(value)
@@ -78,7 +78,7 @@ def node_of(
     keys: Callable[[Any], list[str]],
 ) -> Any:
     """Returns a registration of ``cls`` for `nodes`. Seen in torch 2.13."""
-    made = require(torch.utils._pytree, "NodeDef", "torch 2.13")
+    made = require(torch.utils._pytree, "NodeDef")
     return made(cls, flatten, unflatten, _with_keys(flatten, keys))
 
 
@@ -86,7 +86,7 @@ def deregister_node(cls: type) -> None:
     """Undoes `register_node`, in torch and in optree's namespace "torch". Seen in torch 2.13, optree 0.20."""
     import optree
 
-    require(torch.utils._pytree, "_deregister_pytree_node", "torch 2.13")(cls)
+    require(torch.utils._pytree, "_deregister_pytree_node")(cls)
     with contextlib.suppress(ValueError):  # already removed by other code
         optree.unregister_pytree_node(cls, namespace="torch")
 
@@ -102,7 +102,7 @@ def key_name(key: Any) -> str | int:
 
 def tree_leaves(value: Any) -> list[Any]:
     """Returns the leaves of ``value`` in torch's order, with the current registrations. Seen in torch 2.13."""
-    return list(require(torch.utils._pytree, "tree_leaves", "torch 2.13")(value))
+    return list(require(torch.utils._pytree, "tree_leaves")(value))
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
@@ -136,7 +136,7 @@ def context_writer(cls: type) -> ContextWriter | None:
 
     None for Python's own classes too: loading a defaultdict, torch imports any module that is named in the data.
     """
-    definition = require(torch.utils._pytree, "SUPPORTED_SERIALIZED_TYPES", "torch 2.13").get(cls)
+    definition = require(torch.utils._pytree, "SUPPORTED_SERIALIZED_TYPES").get(cls)
     dump, load = getattr(definition, "to_dumpable_context", None), getattr(definition, "from_dumpable_context", None)
     if dump is None or load is None or cls.__module__ in ("builtins", "collections"):
         return None

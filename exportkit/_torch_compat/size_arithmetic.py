@@ -38,14 +38,14 @@ def _is_positive(number: torch.SymFloat, above: Any, below: Any, rest: int) -> b
     """Whether ``above / below + rest`` is 0 or more for all sizes in their ranges."""
     from torch.utils._sympy import value_ranges
 
-    ranges = require(number.node.shape_env, "var_to_range", "torch 2.13")
+    ranges = require(number.node.shape_env, "var_to_range")
     least = []
     for part in (above, below):
         expression = part if isinstance(part, int) else part.node.expr
         if isinstance(expression, int):
             least.append(expression)
         elif all(symbol in ranges for symbol in expression.free_symbols):
-            least.append(require(value_ranges, "bound_sympy", "torch 2.13")(expression, ranges).lower)
+            least.append(require(value_ranges, "bound_sympy")(expression, ranges).lower)
         else:
             return False
     return bool(least[0] >= 0 and least[1] > 0 and rest >= 0)
@@ -62,7 +62,7 @@ def decided_extreme(name: str) -> Callable[[Any, Any], Any]:
     def extreme(number: torch.SymInt, other: Any) -> Any:
         if isinstance(other, int | torch.SymInt):
             difference = traced_expression(number) - (other if isinstance(other, int) else traced_expression(other))
-            ranges = require(number.node.shape_env, "var_to_range", "torch 2.13")
+            ranges = require(number.node.shape_env, "var_to_range")
             if all(symbol in ranges and ranges[symbol].lower >= 0 for symbol in difference.free_symbols):
                 larger, smaller = (number, other) if name == "__sym_max__" else (other, number)
                 if always_holds(difference >= 0, {}):
@@ -219,7 +219,7 @@ def _is_known_to_remain(remainder: Any, environment: Any) -> bool:
 
     (modulo,) = sympy_functions("Mod")
     left = modulo(*remainder.args)
-    for guard in require(environment, "guards", "torch 2.13"):
+    for guard in require(environment, "guards"):
         relation = guard.expr
         if isinstance(relation, sympy.Ne | sympy.Gt | sympy.Lt) and relation.lhs - relation.rhs in (left, -left):
             return True
@@ -235,9 +235,9 @@ def views_as_given() -> tuple[Any, dict[str, Any]]:
     import torch._prims_common as common
     import torch._refs as references
 
-    original = require(references, "_reshape_view_helper_core_alg", "torch 2.13")
-    is_contiguous = require(common, "is_contiguous_or_false", "torch 2.13")
-    strides_for = require(common, "make_contiguous_strides_for", "torch 2.13")
+    original = require(references, "_reshape_view_helper_core_alg")
+    is_contiguous = require(common, "is_contiguous_or_false")
+    strides_for = require(common, "make_contiguous_strides_for")
 
     def view(values: torch.Tensor, shape: Sequence[Any], allow_copy: bool) -> Any:
         if is_contiguous(values):
@@ -256,9 +256,9 @@ def orders_of_products() -> tuple[Any, dict[str, Any]]:
     import torch.backends.opt_einsum as backend
     from torch.fx.experimental import symbolic_shapes
 
-    owner = require(backend, "m", "torch 2.13")  # the Python module, for which another object stands in
-    package = require(owner, "get_opt_einsum", "torch 2.13")
-    number = require(symbolic_shapes, "optimization_hint", "torch 2.13")
+    owner = require(backend, "m")  # the Python module, for which another object stands in
+    package = require(owner, "get_opt_einsum")
+    number = require(symbolic_shapes, "optimization_hint")
 
     def contract_path(equation: str, *tensors: torch.Tensor, optimize: Any) -> Any:
         shapes = [[number(size, fallback=1) for size in tensor.shape] for tensor in tensors]
@@ -275,7 +275,7 @@ def slices_of_any_length() -> tuple[Any, dict[str, Any]]:
     from torch._subclasses import fake_impls
     from torch.fx.experimental import symbolic_shapes
 
-    original = require(fake_impls, "_compute_slice_index", "torch 2.13")
+    original = require(fake_impls, "_compute_slice_index")
     known = symbolic_shapes.statically_known_true
 
     def place(size: Any, index: Any) -> Any:

@@ -52,8 +52,8 @@ def source_names(values: Any) -> list[str]:
     import torch._export.non_strict_utils as module
     import torch.utils._pytree as pytree
 
-    name_of = require(module, "key_path_to_source", "torch 2.13")
-    leaves = require(pytree, "tree_leaves_with_path", "torch 2.13")
+    name_of = require(module, "key_path_to_source")
+    leaves = require(pytree, "tree_leaves_with_path")
     names = {key: [str(name_of(path).name) for path, _ in leaves(value)] for key, value in values.items()}
     return [name.replace("L['args']", f"L[{key!r}]", 1) for key, found in names.items() for name in found]
 
@@ -78,8 +78,8 @@ def with_ranges(
     """
     from torch.utils import _sympy
 
-    allowed = require(_sympy.value_ranges, "ValueRanges", "torch 2.13")
-    infinite = require(_sympy.numbers, "int_oo", "torch 2.13")
+    allowed = require(_sympy.value_ranges, "ValueRanges")
+    infinite = require(_sympy.numbers, "int_oo")
     for expression in [key for key in program.range_constraints if not key.is_Symbol]:
         del program.range_constraints[expression]
     for symbol, (least, most) in ranges.items():
@@ -112,7 +112,7 @@ class ShapeGuard(NamedTuple):
 def shape_guards(program: torch.export.ExportedProgram) -> list[ShapeGuard]:
     """Returns the guards on sizes that torch recorded while it traced a program. Seen in torch 2.13."""
     environment, found = _environment(program), []
-    for guard in require(environment, "guards", "torch 2.13") if environment is not None else ():
+    for guard in require(environment, "guards") if environment is not None else ():
         found.append(ShapeGuard(guard.expr, guard.expr.xreplace(environment.replacements), *_place(guard.sloc)))
     return found
 
@@ -180,7 +180,7 @@ def forget_pending_sizes(program: torch.export.ExportedProgram) -> None:
     """
     environment = _environment(program)
     if environment is not None:
-        require(environment, "pending_fresh_unbacked_symbols", "torch 2.13").clear()
+        require(environment, "pending_fresh_unbacked_symbols").clear()
 
 
 def _environment(program: torch.export.ExportedProgram) -> Any:
@@ -197,7 +197,7 @@ def sympy_functions(*names: str) -> tuple[Any, ...]:
     """Returns the functions of torch in expressions of sympy. Seen in torch 2.13."""
     from torch.utils._sympy import functions
 
-    return tuple(require(functions, name, "torch 2.13") for name in names)
+    return tuple(require(functions, name) for name in names)
 
 
 def traced_expression(value: Any) -> Any:
@@ -229,7 +229,7 @@ def line_of_strict_trace(environment: Any) -> tuple[str, int]:
     Args:
         environment: The symbols of the trace.
     """
-    return _place(require(environment, "_get_sloc", "torch 2.13")())
+    return _place(require(environment, "_get_sloc")())
 
 
 def hold_equal(first: Any, second: Any) -> None:
@@ -244,7 +244,7 @@ def hold_equal(first: Any, second: Any) -> None:
 
 def symbolic_square_root() -> Any:
     """Returns what a traced program calls for the square root of a size. Seen in torch 2.13."""
-    return require(torch, "_sym_sqrt", "torch 2.13")
+    return require(torch, "_sym_sqrt")
 
 
 def always_holds(relation: Any, values: Mapping[Any, Any]) -> bool:
@@ -275,9 +275,9 @@ def _always_holds(relation: Any, values: tuple[tuple[Any, Any], ...]) -> bool:
         plain = plain.func(with_remainders(difference), 0)
     if plain in (sympy.true, sympy.false):
         return bool(plain)
-    unlimited = require(value_ranges, "ValueRanges", "torch 2.13")(0, require(numbers, "int_oo", "torch 2.13"))
+    unlimited = require(value_ranges, "ValueRanges")(0, require(numbers, "int_oo"))
     try:
-        found = require(value_ranges, "bound_sympy", "torch 2.13")(plain, dict.fromkeys(plain.free_symbols, unlimited))
+        found = require(value_ranges, "bound_sympy")(plain, dict.fromkeys(plain.free_symbols, unlimited))
     except (ArithmeticError, NotImplementedError, AssertionError, AttributeError, TypeError):
         return False
     return bool(found.lower == True)  # noqa: E712
@@ -337,7 +337,7 @@ def as_python(expression: Any, names: Mapping[Any, str]) -> str:
         if shorter.count_ops() < difference.count_ops():
             expression = expression.func(shorter, 0)
 
-    class Printer(require(printers, "PythonPrinter", "torch 2.13")):  # type: ignore[misc]
+    class Printer(require(printers, "PythonPrinter")):  # type: ignore[misc]
         def _print_Symbol(self, symbol: Any) -> str:
             return f"({names[symbol]})"
 

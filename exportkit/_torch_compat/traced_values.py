@@ -21,17 +21,17 @@ def depends_on_values(condition: Any) -> bool:
 
     if not isinstance(condition, SYMBOLIC):
         return isinstance(condition, torch.Tensor)
-    return bool(require(symbolic_shapes, "has_free_unbacked_symbols", "torch 2.13")(condition))
+    return bool(require(symbolic_shapes, "has_free_unbacked_symbols")(condition))
 
 
 def size_in_trace(size: torch.SymInt) -> int:
     """Returns the size that stands for a symbolic one while a trace runs. Seen in torch 2.13."""
-    return int(require(size.node, "hint", "torch 2.13"))
+    return int(require(size.node, "hint"))
 
 
 def is_counted(size: Any) -> bool:
     """Returns whether a size comes from values, even if the trace has since replaced it. Seen in torch 2.13."""
-    first = require(size.node, "_expr", "torch 2.13") if isinstance(size, torch.SymInt) else None
+    first = require(size.node, "_expr") if isinstance(size, torch.SymInt) else None
     return any(str(symbol).startswith("u") for symbol in getattr(first, "free_symbols", ()))
 
 
@@ -46,10 +46,10 @@ def sizes_that_follow() -> list[tuple[Any, dict[str, Any]]]:
     from torch.fx.experimental import symbolic_shapes
     from torch.utils import _pytree
 
-    original = require(symbolic_shapes, "rebind_unbacked", "torch 2.13")
+    original = require(symbolic_shapes, "rebind_unbacked")
 
     def follows(symbol: Any, value: Any) -> bool:
-        found = require(value.node, "_expr", "torch 2.13") if isinstance(value, torch.SymInt) else None
+        found = require(value.node, "_expr") if isinstance(value, torch.SymInt) else None
         if found is None or isinstance(found, sympy.Symbol | sympy.Piecewise):
             return found is not None and found == symbol
         return bool(found.free_symbols)
@@ -68,9 +68,9 @@ def questions_about_sizes() -> tuple[type, str]:
     """Returns the class and the name of its method that decides about sizes in a trace. Seen in torch 2.13."""
     from torch.fx.experimental import symbolic_shapes
 
-    environment = require(symbolic_shapes, "ShapeEnv", "torch 2.13")
-    require(environment, "evaluate_expr", "torch 2.13")
-    require(environment, "guard_or_defer_runtime_assert", "torch 2.13")
+    environment = require(symbolic_shapes, "ShapeEnv")
+    require(environment, "evaluate_expr")
+    require(environment, "guard_or_defer_runtime_assert")
     return environment, "evaluate_expr"
 
 
@@ -87,7 +87,7 @@ def as_if_many(environment: Any, question: Any) -> Any:
     import sympy
 
     count, apart = _counted_relation(question)
-    if count not in require(environment, "size_like", "torch 2.13") or sympy.degree(apart, count) != 1:
+    if count not in require(environment, "size_like") or sympy.degree(apart, count) != 1:
         return None
     is_equation = isinstance(question, sympy.Eq | sympy.Ne)
     (equal,) = sympy.solve(apart, count)
@@ -125,7 +125,7 @@ def value_error() -> type[Exception]:
     """Returns the error that torch raises in a trace for a decision by values of tensors. Seen in torch 2.13."""
     from torch.fx.experimental import symbolic_shapes
 
-    return require(symbolic_shapes, "GuardOnDataDependentSymNode", "torch 2.13")  # type: ignore[no-any-return]
+    return require(symbolic_shapes, "GuardOnDataDependentSymNode")  # type: ignore[no-any-return]
 
 
 def at_most(number: Any, limit: Any) -> Any:
@@ -133,7 +133,7 @@ def at_most(number: Any, limit: Any) -> Any:
 
     Seen in torch 2.13.
     """
-    check = require(torch, "_check", "torch 2.13")
+    check = require(torch, "_check")
     check(number >= 0)
     check(number <= limit)
     return number
@@ -144,7 +144,7 @@ UNRECORDED_PATH_TEXT = "no recorded call takes another branch in "  # how the me
 
 def asserted(condition: torch.Tensor, message: str) -> None:
     """Lets the trace that is running assert that a condition on values holds. Seen in torch 2.13."""
-    require(torch, "_assert_async", "torch 2.13")(condition, message)
+    require(torch, "_assert_async")(condition, message)
 
 
 def number_asserted(condition: torch.SymBool) -> None:
@@ -156,17 +156,17 @@ def number_asserted(condition: torch.SymBool) -> None:
     from torch.utils._sympy import value_ranges
 
     environment, most = condition.node.shape_env, 2**52
-    ranges = require(environment, "var_to_range", "torch 2.13")
+    ranges = require(environment, "var_to_range")
     for symbol in condition.node.expr.free_symbols & ranges.keys():
         if most < ranges[symbol].upper < sys.maxsize:
-            limited = require(value_ranges, "ValueRanges", "torch 2.13")(ranges[symbol].lower, most)
-            require(environment, "_update_var_to_range", "torch 2.13")(symbol, limited)
+            limited = require(value_ranges, "ValueRanges")(ranges[symbol].lower, most)
+            require(environment, "_update_var_to_range")(symbol, limited)
     torch._check(condition)
 
 
 def at_least(number: Any, least: Any) -> Any:
     """Returns a size of a trace, promising that it is at least a given size. Seen in torch 2.13."""
-    require(torch, "_check", "torch 2.13")(number >= least)
+    require(torch, "_check")(number >= least)
     return number
 
 
@@ -184,7 +184,7 @@ def answer_for_some(condition: torch.SymBool) -> bool | None:
         return None
     if isinstance(question, sympy.Eq | sympy.Ne):  # of a product with sizes, too
         return None if apart.is_Add else isinstance(question, sympy.Ne)
-    if apart.free_symbols != {count} or count not in require(environment, "size_like", "torch 2.13"):
+    if apart.free_symbols != {count} or count not in require(environment, "size_like"):
         return None
     for_none, *for_some = (bool(question.subs(count, number)) for number in (0, 1, 2, 2**40))
     is_linear = sympy.degree(apart, count) == 1

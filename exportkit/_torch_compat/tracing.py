@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from exportkit._torch_compat import require
+from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import traced_expression
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,10 +43,10 @@ def is_transformed() -> bool:
 @functools.cache
 def _tracing_questions() -> tuple[Callable[[], Any], ...]:
     return (
-        require(torch._C._functorch, "peek_interpreter_stack", "torch 2.13"),
-        require(torch._C, "_len_torch_dispatch_stack", "torch 2.13"),
-        require(torch._guards, "TracingContext", "torch 2.13").try_get,
-        require(torch._guards, "detect_fake_mode", "torch 2.13"),
+        require(torch._C._functorch, "peek_interpreter_stack"),
+        require(torch._C, "_len_torch_dispatch_stack"),
+        require(torch._guards, "TracingContext").try_get,
+        require(torch._guards, "detect_fake_mode"),
     )
 
 
@@ -93,8 +94,8 @@ def traced_tensor_classes() -> tuple[type, ...]:
     from torch._subclasses import fake_tensor, functional_tensor
 
     classes = (
-        require(fake_tensor, "FakeTensor", "torch 2.13"),
-        require(functional_tensor, "FunctionalTensor", "torch 2.13"),
+        require(fake_tensor, "FakeTensor"),
+        require(functional_tensor, "FunctionalTensor"),
     )
     return tuple(cls for cls in classes if "tolist" in vars(cls))
 
@@ -104,7 +105,7 @@ def distribution_checks() -> tuple[type, str]:
     from torch.distributions import Distribution
 
     name = "_validate_args"
-    require(Distribution, name, "torch 2.13")
+    require(Distribution, name)
     return Distribution, name
 
 
@@ -115,7 +116,7 @@ def in_backward() -> bool:
 
 @functools.cache
 def _current_graph_task() -> Callable[[], int]:
-    found: Callable[[], int] = require(torch._C, "_current_graph_task_id", "torch 2.13")
+    found: Callable[[], int] = require(torch._C, "_current_graph_task_id")
     return found
 
 
@@ -127,8 +128,8 @@ def apart_from_modes() -> Iterator[None]:
     """
     from torch.utils import _python_dispatch
 
-    without_dispatch = require(_python_dispatch, "_disable_current_modes", "torch 2.13")
-    without_function = require(torch._C, "DisableTorchFunction", "torch 2.13")
+    without_dispatch = require(_python_dispatch, "_disable_current_modes")
+    without_function = require(torch._C, "DisableTorchFunction")
     with without_dispatch(), without_function(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
@@ -139,7 +140,7 @@ def dispatch_restored() -> contextlib.AbstractContextManager[None]:
     Seen in torch 2.13.
     """
     guard: Callable[[], contextlib.AbstractContextManager[None]]
-    guard = require(torch._C, "_PreserveDispatchKeyGuard", "torch 2.13")
+    guard = require(torch._C, "_PreserveDispatchKeyGuard")
     return guard()
 
 
@@ -157,7 +158,7 @@ def autocast_off() -> tuple[type, dict[str, Any]]:
     enter = torch.autocast.__enter__
 
     def without(self: Any) -> Any:
-        enabled, self._enabled = require(self, "_enabled", "torch 2.13"), False
+        enabled, self._enabled = require(self, "_enabled"), False
         try:
             return enter(self)  # type: ignore[no-untyped-call]
         finally:
@@ -168,7 +169,7 @@ def autocast_off() -> tuple[type, dict[str, Any]]:
 
 def run_backward() -> tuple[Any, str]:
     """Returns the function that all gradients are computed with, as its owner and its name. Seen in torch 2.13."""
-    require(torch.autograd, "_engine_run_backward", "torch 2.13")
+    require(torch.autograd, "_engine_run_backward")
     return torch.autograd, "_engine_run_backward"
 
 
@@ -187,14 +188,12 @@ def operators_of(run: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
 
     Of tensors, the shape and the dtype are noted. Seen in torch 2.13.
     """
-    from torch.utils import _pytree
-
     log: list[tuple[Any, ...]] = []
-    leaves_of = require(_pytree, "tree_leaves", "torch 2.13")
 
     class Log:
         def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            noted = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves_of((args, kwargs))]
+            leaves = tree_leaves((args, kwargs))
+            noted = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
             log.append((str(func), *noted))
             return func(*args, **(kwargs or {}))
 
@@ -216,7 +215,7 @@ def list_device_constructors() -> None:
     """
     from torch.utils import _device
 
-    require(_device, "_device_constructors", "torch 2.13")()
+    require(_device, "_device_constructors")()
 
 
 def dispatch_mode(handler: type, **attributes: Any) -> contextlib.AbstractContextManager[Any]:
@@ -230,7 +229,7 @@ def dispatch_mode(handler: type, **attributes: Any) -> contextlib.AbstractContex
     """
     from torch.utils import _python_dispatch
 
-    base = require(_python_dispatch, "TorchDispatchMode", "torch 2.13")
+    base = require(_python_dispatch, "TorchDispatchMode")
     mode: contextlib.AbstractContextManager[Any] = type(handler.__name__.strip("_"), (handler, base), attributes)()
     return mode
 
@@ -267,7 +266,7 @@ def node_of(value: Any, tracer: Any) -> torch.fx.Node | None:
     """Returns the node that computes a tensor in a trace; None for other values. Seen in torch 2.13."""
     if not isinstance(value, torch.Tensor):
         return None
-    found = require(_proxies(), "get_proxy_slot", "torch 2.13")(value, tracer, None)
+    found = require(_proxies(), "get_proxy_slot")(value, tracer, None)
     return None if found is None else found.proxy.node
 
 
@@ -276,7 +275,7 @@ def tensor_of(node: torch.fx.Node, tracer: Any) -> torch.Tensor:
     like = node.meta["val"]
     with apart_from_modes(), like.fake_mode:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    track = require(_proxies(), "track_tensor_tree", "torch 2.13")
+    track = require(_proxies(), "track_tensor_tree")
     track(made, tracer.proxy(node), constant=None, tracer=tracer)
     return made
 
@@ -303,8 +302,8 @@ def modes_that_change() -> tuple[type, dict[str, Any]]:
     torch splits a graph wherever that is set, and puts the parts together again if nothing changed: it takes a fifth of
     the trace of a deep model. So nothing is noted that changes nothing. Seen in torch 2.13.
     """
-    owner = require(_proxies(), "PreDispatchTorchFunctionMode", "torch 2.13")
-    note, enable = owner.__torch_function__, require(torch._C, "_set_grad_enabled", "torch 2.13")
+    owner = require(_proxies(), "PreDispatchTorchFunctionMode")
+    note, enable = owner.__torch_function__, require(torch._C, "_set_grad_enabled")
 
     def torch_function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is enable and args == (torch.is_grad_enabled(),):
@@ -321,7 +320,7 @@ def limits_of_floats() -> tuple[ModuleType, dict[str, Any]]:
     """
     from torch.fx.experimental import symbolic_shapes
 
-    note = require(symbolic_shapes, "expect_true", "torch 2.13")
+    note = require(symbolic_shapes, "expect_true")
 
     def expect_true(condition: Any, skip: int = 0) -> bool:
         holds: bool = note(condition, skip + 1)
@@ -343,7 +342,7 @@ def lines_without(files: Iterable[str]) -> tuple[ModuleType, dict[str, Any]]:
     """
     from torch.fx.experimental import symbolic_shapes
 
-    known = require(symbolic_shapes, "uninteresting_files", "torch 2.13")() | {__file__, *files}
+    known = require(symbolic_shapes, "uninteresting_files")() | {__file__, *files}
     return symbolic_shapes, {"uninteresting_files": lambda: known}
 
 
@@ -354,7 +353,7 @@ def constraints_that_solve() -> tuple[type, dict[str, Any]]:
     """
     from torch.fx.experimental import symbolic_shapes
 
-    owner = require(symbolic_shapes, "DimConstraints", "torch 2.13")
+    owner = require(symbolic_shapes, "DimConstraints")
     simplify = owner.solve
 
     def solve(self: Any) -> None:

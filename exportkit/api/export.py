@@ -27,7 +27,7 @@ from exportkit.programs.search import export_program
 from exportkit.programs.subject import exported_form
 from exportkit.programs.weights import with_weights
 from exportkit.proof.prove import problems_of
-from exportkit.trees import COUNTER
+from exportkit.trees import COUNTER, join
 
 
 @explained()
@@ -119,7 +119,7 @@ def _only_parts(model: Any, parts: Mapping[str, Part], probe: bool, options: Map
         name: module_at(model, part.module, part.observation.method_name, part.observation.model_name)
         for name, part in parts.items()
     }
-    targets = {name: f"{part.module}.{part.observation.method_name}".lstrip(".") for name, part in parts.items()}
+    targets = {name: join(part.module, part.observation.method_name) for name, part in parts.items()}
     require_distinct((targets[name], modules[name]) for name in parts)
     exported = {}
     for name, part in parts.items():
@@ -139,7 +139,7 @@ def _whole(
 
     def form(**options: Any) -> tuple[torch.nn.Module, Observation]:
         module, calls = exported_form(model, observation, outputs, **options)
-        return module, replace(calls, target=f"{path}.{calls.target}".lstrip("."))
+        return module, replace(calls, target=join(path, calls.target))
 
     exported = None if outputs else _with_number_inputs(form, observation, probe)
     if exported is None:
@@ -200,7 +200,7 @@ def _planned(
 def _part(model: torch.nn.Module, part: Part, probe: bool, padded: bool) -> ExportedModel:
     """What runs before the model and feeds it, exported for its own calls, with a mask if the model has one."""
     module, calls = exported_form(model.get_submodule(part.module), part.observation, {})
-    calls = replace(calls, target=f"{part.module}.{calls.target}".lstrip("."))
+    calls = replace(calls, target=join(part.module, calls.target))
     plan = plan_calls(calls, module if probe else None, calls.method_name, needs_cache=not padded)
     traced, attempts = export_program(module, calls.method_name, plan)
     return ExportedModel({"": traced}, attempts=attempts)

@@ -17,6 +17,7 @@ from exportkit._torch_compat.graph import copied_module, program_of
 from exportkit._torch_compat.symbolic_shapes import input_axes, with_ranges
 from exportkit.onnx_files.preparation import without_assertions
 from exportkit.programs.program import TracedProgram
+from exportkit.trees.tree import dtype_name
 
 DESCRIPTION = "exportkit.json"  # the file inside of a .pt2 that says what the tensors are
 
@@ -64,7 +65,7 @@ def described(traced: TracedProgram) -> dict[str, Any]:
         for path in traced.input_paths
     ]
     returned = [
-        {"path": path, "dtype": str(outputs[path].dtype).removeprefix("torch.") if path in outputs else None}
+        {"path": path, "dtype": dtype_name(outputs[path].dtype) if path in outputs else None}
         for path in traced.output_paths
     ]
     return {

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from exportkit.arguments.integers import fitted, is_integer
+from exportkit.arguments.integers import fitted
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
@@ -18,6 +18,7 @@ from exportkit.plan.placeholders import Blocks, Marker, needed_tokens, place_blo
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import cached_length
 from exportkit.trees import join
+from exportkit.trees.tree import is_inexact, is_integer
 
 _COMPUTED = 2  # bytes of the smallest floating-point dtype that torch computes with
 _STEP = 8  # the first copy of repeated values is at most this part smaller than the last one
@@ -106,7 +107,7 @@ def resize(tensor: torch.Tensor, shape: Sequence[int], dynamic: Sequence[int] = 
         return tensor.clone()
     if tensor.numel() == 0:
         return _invented(tensor, shape)
-    is_mask = not tensor.is_floating_point() and not tensor.is_complex() and len(tensor.unique()) <= _MASK_VALUES
+    is_mask = not is_inexact(tensor) and len(tensor.unique()) <= _MASK_VALUES
     result = tensor
     for axis, size in enumerate(shape):
         have = result.shape[axis]

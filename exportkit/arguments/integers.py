@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from exportkit.calls.observation import Observation
+from exportkit.trees.tree import is_integer
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -65,11 +66,6 @@ def fitted(
         return torch.full_like(made, wanted)
     scaled = (values - low).to(torch.float64) * ((wanted - lowest) / (high - low)) + lowest
     return scaled.round().to(made.dtype).reshape(made.shape)
-
-
-def is_integer(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has integers, booleans excepted."""
-    return tensor.dtype is not torch.bool and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _rows_in_order(made: torch.Tensor, recorded: Sequence[torch.Tensor], axis: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from exportkit.trees import (
     opens_in_order,
     stored_length,
 )
+from exportkit.trees.tree import dtype_name
 
 _MOST_FURTHER_CALLS = 100  # with shapes that no stored call had; more of them would tell nothing new
 
@@ -52,7 +53,7 @@ def call_table(observation: Observation, stored_only: bool = False) -> CallTable
         outputs.append(tuple(call.outputs.shapes()))
         counted.append(stored_length(call.values()) or None)
         for path, tensor in call.tensors().items():
-            dtypes.setdefault(path, str(tensor.dtype).removeprefix("torch."))
+            dtypes.setdefault(path, dtype_name(tensor.dtype))
     if not stored_only:
         known = {frozenset(found.items()) for found in shapes}
         for seen in observation.further:

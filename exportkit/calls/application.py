@@ -22,6 +22,7 @@ from exportkit.calls.method_wrapper import CalledInstead, attach, methods_of
 from exportkit.calls.parts import DEPTH, Part, part_name
 from exportkit.calls.recorder import Recorder
 from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, UnknownMethodError
+from exportkit.trees import join
 
 _REACH = 4  # steps from an application to a module: `pipe.stages["decoder"].model` takes three
 _MOST_ITEMS = 1000  # of a list or a dict that are looked at: longer ones are vocabularies, not modules
@@ -42,7 +43,7 @@ class ObservedMethod(NamedTuple):
     method: str
 
     def __str__(self) -> str:
-        return f"{self.path}.{self.method}".lstrip(".")
+        return join(self.path, self.method)
 
 
 def modules_in(application: Any) -> dict[str, torch.nn.Module]:
@@ -121,7 +122,7 @@ def module_at(application: Any, path: str, method: str, model_name: str) -> torc
         return fitting[0]
     raise UnknownMethodError(
         f"{type(application).__name__} does not have the method that was exported.",
-        where=f"{path}.{method}".lstrip("."),
+        where=join(path, method),
         expected=f"a model like {model_name}" if not path else f"an object or dict with {path}, like {model_name}",
         got=type(application).__name__,
     )

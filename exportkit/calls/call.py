@@ -81,7 +81,7 @@ class Signature:
         """
         values = self.bind_unchanged(args, kwargs)
         values |= self.numbers_as_tensors(values)
-        return {name: values[name] for name in self.names if name in values}
+        return self.in_order(values)
 
     def bind_unchanged(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the given arguments by parameter, in signature order, see `bind`: the very objects."""
@@ -96,6 +96,10 @@ class Signature:
             (values if name in by_name else extra)[name] = value
         if self.var_keyword is not None and extra:
             values[self.var_keyword] = extra
+        return self.in_order(values)
+
+    def in_order(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values by parameter in the order of the parameters."""
         return {name: values[name] for name in self.names if name in values}
 
     def numbers_as_tensors(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +122,7 @@ class Signature:
         """Yields each argument with such numbers: its name, the numbers by path, and what it holds."""
         for name, kinds in self.numbers_by_name().items():
             tree = flatten(values[name] if name in values else self.defaults.get(name))
-            yield name, kinds, tree, dict(zip(tree.paths, tree.leaves, strict=True))
+            yield name, kinds, tree, tree.by_path()
 
     def require_numbers(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ArgumentError if a Python number that a graph takes as a tensor is given as anything else."""
@@ -401,6 +405,11 @@ def shapes_in(arguments: Mapping[str, Tree]) -> dict[str, tuple[int, ...]]:
     for name, tree in arguments.items():
         found |= zip(joined(name, tree.tensor_paths), tree.shapes(), strict=True)
     return found
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of tensors by path."""
+    return {path: tuple(tensor.shape) for path, tensor in tensors.items()}
 
 
 def shapes_text(values: Mapping[str, torch.Tensor | tuple[int, ...]]) -> str:

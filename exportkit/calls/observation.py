@@ -105,7 +105,17 @@ class Observation:
 
     def __repr__(self) -> str:
         values = "" if self.has_values else ", shapes only"
-        return f"Observation({self.model_name}.{self.method_name}, {len(self.calls)} calls{values})"
+        return f"Observation({self.target_name}, {len(self.calls)} calls{values})"
+
+    @property
+    def target_name(self) -> str:
+        """The class of the model and the name of the method, for messages."""
+        return f"{self.model_name}.{self.method_name}"
+
+    @property
+    def calls_with_values(self) -> tuple[Call, ...]:
+        """The calls, if their tensors hold the values that were seen; otherwise none."""
+        return self.calls if self.has_values else ()
 
     def require_calls(self) -> None:
         """Raises NoCallsError if no call was stored, ObservationError if recording failed every time."""
@@ -114,26 +124,26 @@ class Observation:
         if self.failures:
             raise ObservationError(
                 "No inputs were captured. Every observed call raised.",
-                where=f"{self.model_name}.{self.method_name}",
+                where=self.target_name,
                 got=self.failures[0].error,
                 hint="make the model run once before it is exported.",
             )
         if self.problems:
             raise ObservationError(
                 "No inputs were captured. The calls could not be recorded.",
-                where=f"{self.model_name}.{self.method_name}",
+                where=self.target_name,
                 got=self.problems[0],
             )
         if (self.called_instead or self.modules_called) and not self.further:
             called = " and ".join(f"`{name}`" for name in self.called_instead or self.modules_called)
             raise NoCallsError(
                 f"No inputs were captured. {called} was called, `{self.method_name}` was not.",
-                where=f"{self.model_name}.{self.method_name}",
+                where=self.target_name,
                 hint=self._what_to_observe(),
             )
         raise NoCallsError(
             "No inputs were captured.",
-            where=f"{self.model_name}.{self.method_name}",
+            where=self.target_name,
             hint="run the model inside `with observer(model):`; generate, a pipeline or plain calls will do. Calls "
             "that torch.compile has compiled pass an observer inside: observe the module that torch.compile returned, "
             "or run the model uncompiled (without model.compile()).",
@@ -192,7 +202,7 @@ class Observation:
             found = dict(call.arguments)
             for key, value in value_if_missing.items():
                 self._set_missing(found, key, value)
-            ordered = {name: found[name] for name in self.signature.names if name in found}
+            ordered = self.signature.in_order(found)
             calls.append(replace(call, arguments=ordered))
         return replace(self, calls=tuple(calls))
 

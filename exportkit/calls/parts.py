@@ -20,6 +20,7 @@ from exportkit.calls.method_wrapper import Nesting, attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
 from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
+from exportkit.trees import join
 
 DEPTH = 3  # steps from the model down to the submodules that are recorded
 _FEATURES = re.compile(r"get_\w+_features")  # the name of methods that return the features of one modality
@@ -116,7 +117,7 @@ class PartRecorder:
     def _by_name(self) -> list[tuple[str, _Outermost]]:
         paths = self._paths()
         named = {(paths.get(id(m), type(m).__name__), method): one for (m, method), one in self._listeners.items()}
-        return [(f"{path}.{method}".lstrip("."), one) for (path, method), one in named.items()]
+        return [(join(path, method), one) for (path, method), one in named.items()]
 
     def parts(self, observation: Observation) -> dict[str, Part]:
         """Returns the parts that ran, by name; with "auto", only those that fed the model.

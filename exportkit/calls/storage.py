@@ -39,11 +39,12 @@ from exportkit.files import (
 from exportkit.json_data import InvalidDataError, Size, read
 from exportkit.trees import Tree, check_opened, flatten, join
 from exportkit.trees.json_form import dump_constant, dump_tree, load_value
+from exportkit.trees.tree import dtype_name
 
 JSON, TENSORS = "observation.json", "tensors.safetensors"
 # What a safetensors file can hold; complex numbers are stored as pairs of real ones.
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
         torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
@@ -213,7 +214,7 @@ def _dump_tree(place: str, tree: Tree, kept: KeptTensors) -> dict[str, Any]:
     leaves = [
         {
             "path": path,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": dtype_name(tensor.dtype),
             "shape": list(tensor.shape),
             "tensor": kept.key_of(tensor, join(place, path)),
         }

@@ -339,7 +339,7 @@ def _demo_cells(pipeline: Pipeline) -> tuple[str, ...]:
     return (
         str(pipeline.observer.num_obs()),
         str(len(pipeline.onnx_model.inputs)),
-        "\n".join(variable.name for variable in pipeline.exported.plan.variables),
+        "\n".join(pipeline.exported.plan.names),
         _proven_rows(report, "recorded"),
         _proven_rows(report, "unseen"),
         f"{max((row.absolute for row in report.rows if row.absolute >= 0), default=0.0):.0e}",

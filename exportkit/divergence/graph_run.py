@@ -27,6 +27,7 @@ from exportkit.rewrites.model_code import is_model_code
 from exportkit.running.kernels import add_outputs
 from exportkit.running.placement import Placement
 from exportkit.running.program import run_nodes, tensors_by_node
+from exportkit.running.protos import weights_of
 from exportkit.running.session import Session
 from exportkit.trees import registered_caches
 
@@ -314,7 +315,7 @@ def read_onnx(source: Any) -> tuple[onnx.ModelProto, Path | None]:
 
 def graph_inputs(model: onnx.ModelProto) -> list[str]:
     """Returns the names of the inputs that are not weights."""
-    weights = {value.name for value in model.graph.initializer}
+    weights = weights_of(model.graph)
     return [value.name for value in model.graph.input if value.name not in weights]
 
 
@@ -348,7 +349,7 @@ def run_onnx(
 def nodes_of(model: onnx.ModelProto) -> Iterator[GraphNode]:
     """Yields the nodes of an ONNX model, with the modules that they come from."""
     graph = model.graph
-    fixed = {value.name for value in graph.initializer}
+    fixed = weights_of(graph)
     metadata = [{entry.key: entry.value for entry in node.metadata_props} for node in graph.node]
     names = [_listed(entries.get(f"{_PREFIX}name_scopes")) for entries in metadata]
     last = {scopes[-1]: place for place, scopes in enumerate(names) if scopes}

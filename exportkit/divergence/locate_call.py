@@ -16,7 +16,6 @@ from exportkit.divergence.locate import locate_divergence
 from exportkit.module_traces.attribution import JUMP, ROUNDING
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.tables import first_of
-from exportkit.probing.simplify import as_simplified
 from exportkit.proof.differences import output_differences
 from exportkit.running.compare import Tensors, distance, unit_of
 from exportkit.running.eager import run_eager
@@ -63,7 +62,7 @@ def locate_call(
         model = module_at(model, path, contract.method, contract.model_name) if path else model
     agreeing = f"the graph by itself agrees, while the proof says: {where}"
     if model is None:
-        tensors = as_simplified(expected, contract.joined_outputs, ())
+        tensors = contract.simplified(expected)
         wanted = {name: tensors[path] for name, path in contract.outputs.items() if path in tensors}
         names = [name for name, path in contract.outputs.items() if path in wrong]
         args, kwargs = call.args_kwargs()
@@ -84,7 +83,7 @@ def locate_call(
     else:
         results = graph.session_with_fixed_numbers.run({**feeds, SEED: torch.tensor(seed)})
     outputs = {contract.outputs[name]: tensor for name, tensor in results.items()}
-    known = as_simplified(returned, contract.joined_outputs, ())
+    known = contract.simplified(returned)
     for difference in output_differences(graph, call, known, outputs):
         if difference.reason is not None and difference.path in wrong:
             return replace(found, stage=GRAPH, tensor=difference.path, largest=difference.absolute, reason=SMALL)

@@ -17,11 +17,11 @@ import torch
 from exportkit.divergence.graph_run import GraphRun, ModuleNodes
 from exportkit.module_traces.attribution import attribute_error, first_step, is_known
 from exportkit.module_traces.error_steps import ComparedCall, ErrorStep, Side, TensorPair
-from exportkit.module_traces.measure import dtype_name
 from exportkit.module_traces.trace import Trace
 from exportkit.module_traces.trace_data import ModuleCall, TensorRecord, calls_around
 from exportkit.running.compare import Distance, distance, is_reordered, unit_of
 from exportkit.running.masks import Padding
+from exportkit.trees.tree import dtype_name
 
 # A value whose relative distance to a tensor of the model is less than this is that tensor, whatever the rounding:
 # float16 and bfloat16 round to 5e-4 and 4e-3, so that in bfloat16 a tensor is matched again in each module.
@@ -119,7 +119,7 @@ class _Matching:
             if call.index in compared and _identity(other) == _identity(record)
         )
         index, path = next(returning, (self._trace.calls[0].index, record.path))
-        reason = f"no value of the graph has its shape {tuple(record.shape)}"
+        reason = f"no value of the graph has its shape {record.shape}"
         pair = TensorPair(path, Distance(problem=reason), unit_of(record.dtype), (record.dtype, record.dtype))
         return ErrorStep(index, index, "outputs", pair, math.nan, math.nan, "differs", reason)
 
@@ -145,7 +145,7 @@ class _Matching:
             if path in pairs or taken.setdefault(name, _identity(record)) != _identity(record):
                 continue
             self._values[call.index, side, path] = name
-            dtypes = (record.dtype, dtype_name(self._run.values[name]))
+            dtypes = (record.dtype, dtype_name(self._run.values[name].dtype))
             pairs[path] = TensorPair(path, far, max(map(unit_of, dtypes)), dtypes)
             if far.rms < _CLOSE:
                 self._known.setdefault(_identity(record), name)
@@ -166,8 +166,8 @@ class _Matching:
             name
             for name in names
             if name in values
-            and tuple(values[name].shape) == tuple(record.shape)
-            and (unit_of(dtype_name(values[name])) > 0) == is_float
+            and tuple(values[name].shape) == record.shape
+            and (unit_of(dtype_name(values[name].dtype)) > 0) == is_float
         ]
 
     def _closest(self, record: TensorRecord, names: Sequence[str]) -> Sequence[str]:
@@ -191,7 +191,7 @@ class _Matching:
             visible = self._padding(expected)
             far = distance(expected, got, visible)
             # Only where half of the digits are wrong can the elements be in another order.
-            half = math.sqrt(max(unit_of(record.dtype), unit_of(dtype_name(got))))
+            half = math.sqrt(max(unit_of(record.dtype), unit_of(dtype_name(got.dtype))))
             unknown = self._padding.has_several_rows_of_a_token(expected)
             reordered = half < far.rms < math.inf and (unknown or is_reordered(expected, got, visible))
             self._seen[key] = replace(far, reordered=reordered)
@@ -200,4 +200,4 @@ class _Matching:
 
 def _identity(record: TensorRecord) -> _Identity:
     """Equal for records of the same tensor."""
-    return record.key, tuple(record.shape)
+    return record.key, record.shape

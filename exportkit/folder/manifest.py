@@ -30,6 +30,7 @@ from exportkit.programs.domain import Domain
 from exportkit.running.compare import Tensors
 from exportkit.trees import flatten
 from exportkit.trees.json_form import dump_tree, load_value
+from exportkit.trees.tree import dtype_name
 
 _CALLS, _UNSEEN, _PLAN, _MEASURED = "calls", "unseen", "plan.json", "measured.safetensors"
 _MOST_BYTES = 2**28  # of the calls at unseen sizes that are kept
@@ -125,7 +126,8 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str) -> dict[
     place.mkdir(parents=True, exist_ok=True)
     (place / _PLAN).write_text(contract.plan.to_json() + "\n", "utf-8")
     graph.observation.save(place / _CALLS, values=values)
-    leaves, returned = contract.plan.by_path, contract.structure.tensors()
+    leaves = contract.plan.by_path
+    returned = {path: dtype_name(tensor.dtype) for path, tensor in contract.structure.tensors().items()}
     data = GraphData(
         file=contract.path.name,
         model=contract.model_name,
@@ -135,7 +137,7 @@ def dump_graph(graph: OnnxGraph, folder: Path, values: bool, home: str) -> dict[
             for name, path in contract.inputs.items()
         ),
         outputs=tuple(
-            _Output(name, path, _dtype(returned.get(path)), tuple(contract.output_axes[path]))
+            _Output(name, path, returned.get(path), tuple(contract.output_axes[path]))
             for name, path in contract.outputs.items()
         ),
         structure=_Structure(dump_tree(contract.structure), tuple(returned)),
@@ -285,8 +287,3 @@ def _load_measured(described: Mapping[str, _Measured], file: Path) -> dict[str, 
         return {path: tensors[key] for path, key in keys.items()}
 
     return {call: MeasuredCall(by_path(item.ties), by_path(item.leeway)) for call, item in described.items()}
-
-
-def _dtype(tensor: torch.Tensor | None) -> str | None:
-    """The dtype of an output; None for one that is a Python number in the model."""
-    return None if tensor is None else str(tensor.dtype).removeprefix("torch.")

@@ -202,7 +202,7 @@ def _unlike(one: ModuleCall, two: ModuleCall) -> float:
 
 
 def _shapes(call: ModuleCall) -> _Shapes:
-    return tuple(tuple(record.shape) for record in call.outputs)
+    return tuple(record.shape for record in call.outputs)
 
 
 def match_records(
@@ -247,7 +247,7 @@ def distance_of_statistics(first: TensorRecord, second: TensorRecord) -> Distanc
     Tensors whose statistics agree can still differ: then ``exact`` is False, and the distance 0.
     """
     if first.shape != second.shape:
-        return misshapen(tuple(first.shape), tuple(second.shape), values=False)
+        return misshapen(first.shape, second.shape, values=False)
     if same_content(first, second) or (not first.hash and not second.hash):  # tensors on meta have no content
         return Distance(values=False)
     if (first.nan, first.inf) != (second.nan, second.inf):

@@ -169,13 +169,13 @@ def steps_of(calls: Sequence[ComparedCall]) -> Iterable[Step]:
     Args:
         calls: The calls in the order in which they began.
     """
-    by_index = {call.index: call for call in calls}
+    by_index: dict[int | None, ComparedCall] = {call.index: call for call in calls}
     done: dict[int | None, list[TensorPair]] = defaultdict(list)
     opened: list[ComparedCall] = []
 
     def around(call: ComparedCall) -> tuple[TensorPair, ...]:
         """What a call can compute from: the inputs of the module around it, and what happened in that before."""
-        parent = by_index.get(call.parent) if call.parent is not None else None
+        parent = by_index.get(call.parent)
         return (*(parent.inputs if parent else ()), *done[call.parent])
 
     def closed(call: ComparedCall) -> Step:
@@ -186,7 +186,7 @@ def steps_of(calls: Sequence[ComparedCall]) -> Iterable[Step]:
     for call in calls:
         while opened and opened[-1].index != call.parent:
             yield closed(opened.pop())
-        parent = by_index.get(call.parent) if call.parent is not None else None
+        parent = by_index.get(call.parent)
         kind = (parent.class_name if parent else "", call.path.rpartition(".")[2])
         yield Step(call.parent, call.index, "inputs", call.inputs, around(call), kind)
         done[call.parent].extend(call.inputs)

@@ -22,6 +22,7 @@ import xxhash
 from exportkit._torch_compat.memory import local_part, make_quantized, memory_of, sparse_parts
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.module_traces.files import TraceFiles, encode, quoted
+from exportkit.trees.tree import dtype_name
 
 Named = TypeVar("Named", torch.dtype, torch.layout)
 _Array = npt.NDArray[Any]
@@ -274,7 +275,7 @@ def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
             files.write_data(chunk)
         dtype, shape = safetensors_type(dense)
         files.name_data(f"{key}.{name}" if name else key, dtype, shape, offset)
-        place = f'"dtype":"{dtype_name(dense)}","shape":{list(dense.shape)},"offset":{offset}'
+        place = f'"dtype":"{dtype_name(dense.dtype)}","shape":{list(dense.shape)},"offset":{offset}'
         parts.append(f'"{name}":{{{place}}}')
     return f'"key":{quoted(key)},"kind":"{form.kind}","parts":{{{",".join(parts)}}},"details":{encode(form.details)}'
 
@@ -284,11 +285,6 @@ def _decomposed(tensor: torch.Tensor) -> Decomposition:
         return Decomposition("dense", {"": tensor}, (tensor,))
     with apart_from_modes():
         return decompose(tensor)
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Returns the dtype of a tensor as a name, such as ``float32``."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 class _Accumulator:

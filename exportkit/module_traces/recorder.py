@@ -26,7 +26,8 @@ from exportkit.files import versions
 from exportkit.module_outputs import scope
 from exportkit.module_traces.files import FORMAT, VERSION, TraceFiles, encode, quoted
 from exportkit.module_traces.leaves import LeafReader
-from exportkit.module_traces.measure import Statistics, TensorStatistics, dtype_name, measure, store
+from exportkit.module_traces.measure import Statistics, TensorStatistics, measure, store
+from exportkit.trees.tree import dtype_name
 
 _ROOM = 512  # bytes for each module in the header of the data file: about four stored tensors, with their names
 _MOST_PROBLEMS = 20  # whose texts are kept: the rest of a run that fails everywhere says the same
@@ -256,7 +257,7 @@ class TraceRecorder:
 
     def _new_tensor(self, tensor: torch.Tensor, identity: Any, key: str | None, lines: list[str]) -> int:
         number, shape = next(self._tensor_numbers), [] if tensor.is_nested else list(tensor.shape)
-        line = f'"tensor":{number},"shape":{shape},"dtype":"{dtype_name(tensor)}","device":"{tensor.device}"'
+        line = f'"tensor":{number},"shape":{shape},"dtype":"{dtype_name(tensor.dtype)}","device":"{tensor.device}"'
         stored, measured = key is not None and not tensor.is_meta, None
         try:
             if stored:

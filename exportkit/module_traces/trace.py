@@ -24,6 +24,8 @@ from exportkit.module_traces.files import INDEX, TENSORS, check_destination
 from exportkit.module_traces.instrument import instrumented
 from exportkit.module_traces.recorder import TraceRecorder
 from exportkit.module_traces.trace_data import TraceData
+from exportkit.plan.leaves import is_below
+from exportkit.trees import join
 
 ALL, ENDS = "all", "ends"
 
@@ -203,8 +205,8 @@ def _selected(model: torch.nn.Module, values: Any) -> Iterable[str]:
         middle: list[str] = []  # blocks in lists of modules that are neither the first nor the last there
         for path, module in model.named_modules():
             numbered = [name for name, child in module.named_children() if name.isdigit() and any(child.children())]
-            middle += [f"{path}.{name}".strip(".") for name in numbered[1:-1]]
-        return [path for path in paths if not any(path == block or path.startswith(f"{block}.") for block in middle)]
+            middle += [join(path, name) for name in numbered[1:-1]]
+        return [path for path in paths if not any(is_below(path, block) for block in middle)]
     patterns = list(values) if isinstance(values, list | tuple | set | frozenset) else [values]
     return {path for pattern in patterns for path in _matching(pattern, paths)}
 

@@ -24,8 +24,9 @@ from exportkit.module_traces.files import FORMAT, HEADER_LENGTH, INDEX, TENSORS,
 from exportkit.module_traces.measure import measure, reassemble
 
 UNENDED = "the recording ended inside this call"
+_STATISTICS = ("mean", "std", "min", "max")
 # What a recording that stores the values of a tensor leaves to be computed from them.
-DERIVED = ("mean", "std", "min", "max", "nan", "inf", "hash")
+DERIVED = (*_STATISTICS, "nan", "inf", "hash")
 
 
 @dataclass(frozen=True)
@@ -364,9 +365,8 @@ class _CallReader:
         known: dict[str, Any] = {"shape": shape, "dtype": str(line["dtype"]), "device": str(line["device"])}
         known |= {"key": None if stored is None else str(stored["key"])}
         if "hash" in line:
-            for name in ("mean", "std", "min", "max"):
-                known[name] = None if line[name] is None else float(line[name])
-            return known | {name: line[name] for name in ("nan", "inf", "hash")}
+            known |= {name: line[name] for name in DERIVED}
+            return known | {name: float(known[name]) for name in _STATISTICS if known[name] is not None}
         if stored is None:
             raise ValueError(f"tensor {line['tensor']} has neither statistics nor values")
 

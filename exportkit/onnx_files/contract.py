@@ -23,8 +23,10 @@ from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import unique_name
 from exportkit.plan.plan import Plan
 from exportkit.probing.missing import MissingDefaults, dependent_outputs
+from exportkit.probing.simplify import as_simplified
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
+from exportkit.running.compare import Tensors
 from exportkit.trees import Tree, flatten, set_stored_length, stored_length
 
 Runtime = Literal["genai", "onnxruntime"]  # what graphs are made for; both run fused operators
@@ -112,6 +114,10 @@ class Contract:
         """Paths of the outputs that are pairs of real numbers in the graph, and complex in the model."""
         returned = self.structure.tensors()
         return frozenset({path for path in self.outputs.values() if path in returned and returned[path].is_complex()})
+
+    def simplified(self, tensors: Tensors) -> Tensors:
+        """Returns outputs of the model by the paths that they have in the graph: a list may be one tensor there."""
+        return as_simplified(tensors, self.joined_outputs)
 
     @classmethod
     def of(

@@ -6,7 +6,9 @@ computes the same numbers.
 
 from __future__ import annotations
 
+import functools
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +37,6 @@ from exportkit.onnx_files.decomposition import (
     either,
     not_of,
 )
-from exportkit.onnx_files.einsum import EINSUM
 from exportkit.onnx_files.exact import (
     ADDITIONS,
     EXACT,
@@ -244,6 +245,41 @@ def _of_bytes(operator: Any) -> Decomposition:
     return Decomposition(byte, not_of(torch.uint8))
 
 
+def _einsum(equation: str, tensors: Sequence[torch.Tensor], **_options: Any) -> torch.Tensor:
+    """``torch.einsum`` in the form that ONNX has: one dtype, and a letter for every axis."""
+    kind = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    computed = torch.int32 if kind in SMALL_INTEGERS else kind
+    found = torch.einsum(_with_letters(equation, tensors), *[tensor.to(computed) for tensor in tensors])
+    return found.to(kind)
+
+
+def _is_plain_einsum(equation: str, tensors: Sequence[torch.Tensor], **_options: Any) -> bool:
+    kinds = {tensor.dtype for tensor in tensors}
+    is_product = len(tensors) > 1  # a sum of one operand may have another dtype
+    return not is_product or ("." not in equation and len(kinds) == 1 and kinds.isdisjoint(SMALL_INTEGERS))
+
+
+def _with_letters(equation: str, tensors: Sequence[torch.Tensor]) -> str:
+    """The equation with letters for the axes that an ellipsis stands for, of which an operand may have fewer.
+
+    ONNX requires the same number of them in every operand and in the result.
+    """
+    equation = equation.replace(" ", "")
+    if "." not in equation:
+        return equation
+    terms, arrow, result = equation.partition("->")
+    operands = terms.split(",")
+    counts = [tensor.ndim - len(term.replace(".", "")) for term, tensor in zip(operands, tensors, strict=True)]
+    letters = "".join(letter for letter in string.ascii_letters if letter not in equation)[: max(counts)]
+    if not arrow:
+        named = terms.replace(",", "").replace(".", "")
+        result = "..." + "".join(letter for letter in sorted({*named}) if named.count(letter) == 1)
+    written = [
+        term.replace("...", letters[len(letters) - count :]) for term, count in zip(operands, counts, strict=True)
+    ]
+    return ",".join(written) + "->" + result.replace("...", letters)
+
+
 _RANK = 4  # batch, heads, tokens, size
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     IS_ALL_TRUE: torch.all,
@@ -277,6 +313,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.minimum.default: _in_32_bits(torch.minimum, torch.int16),
     aten.diagonal_scatter.default: _diagonal_scatter,
     aten.divide.Tensor: torch.div,
+    aten.einsum.default: Decomposition(_einsum, _is_plain_einsum),
     aten.greater.Tensor: torch.gt,
     aten.greater_equal.Tensor: torch.ge,
     aten.index.Tensor: _with_long_indices(aten.index.Tensor),
@@ -295,7 +332,6 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.fft_fftshift.default: _fftshift,
     aten.fft_ifftshift.default: _ifftshift,
     aten.scaled_dot_product_attention.default: Decomposition(_attention, _is_plain_attention),
-    **EINSUM,
     **EXACT,
     **ORDERING,
     **POOLS,

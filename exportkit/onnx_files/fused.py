@@ -18,6 +18,7 @@ from onnx_ir.tape import Tape
 from onnxscript.rewriter.pattern import RewriteRuleSet
 
 from exportkit._torch_compat.onnx import rotary_fusion
+from exportkit.plan.tables import count
 
 _TOKENS_FIRST = [0, 2, 1, 3]  # also the way back
 
@@ -205,8 +206,7 @@ _NOUNS = {
 def fused_text(model: onnx_ir.Model) -> str:
     """Returns what is fused in a graph, such as ``24 attentions, 49 norms, 48 rotary embeddings``."""
     counts = Counter(_NOUNS[node.op_type] for node in model.graph.all_nodes() if node.op_type in _NOUNS)
-    parts = [f"{counts[noun]} {noun}{'s' if counts[noun] > 1 else ''}" for noun in dict.fromkeys(_NOUNS.values())]
-    return ", ".join(part for part in parts if not part.startswith("0 ")) or "nothing"
+    return ", ".join(count(counts[noun], noun) for noun in dict.fromkeys(_NOUNS.values()) if counts[noun]) or "nothing"
 
 
 @functools.cache

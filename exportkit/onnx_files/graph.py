@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit.calls.call import Call, tensors_in
+from exportkit.calls.call import Call, shapes_of, tensors_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.files import Stamp, stamp_of
@@ -97,7 +97,7 @@ class OnnxGraph:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.contract, self.observation, self.traced, self.unseen = contract, observation, traced, unseen
-        self.eager = EagerRunner(traced.model, traced.method) if eager is None and traced is not None else eager
+        self.eager = traced.eager if eager is None and traced is not None else eager
         self.measured: dict[str, MeasuredCall] = {} if measured is None else measured
         self._require_unchanged = require_unchanged
         self._session_class, self._settings = session_class, settings or {}
@@ -242,7 +242,7 @@ class OnnxGraph:
         for path, source in contract.dependent.items():
             if source not in given.tensors and path in returned:
                 returned[path] = None
-        sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in complete.items()})
+        sizes = solve_sizes(plan, shapes_of(complete))
         numbers = {path: evaluate(text, sizes) for path, text in contract.domain.returned.items()}
         outputs = self.structured({**returned, **self._numbers(returned, numbers)})
         held = {first_name(path) for path, tensor in returned.items() if tensor is not None}

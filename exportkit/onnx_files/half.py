@@ -15,7 +15,7 @@ from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.contract import weights_beside
 from exportkit.onnx_files.quantisers import quiet_logging
 from exportkit.running.kernels import FLOATS, add_outputs
-from exportkit.running.protos import copied, set_nodes
+from exportkit.running.protos import copied, set_nodes, weights_of
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def counting_nodes(model: onnx.ModelProto) -> frozenset[str]:
     """
     graph = model.graph
     tables = {tensor.name for tensor in graph.initializer if tensor.data_type in FLOATS}
-    counted = {tensor.name for tensor in graph.initializer}
+    counted = {*weights_of(graph)}
     counted |= {value.name for value in graph.input if value.type.tensor_type.elem_type not in FLOATS}
     made = []
     for node in graph.node:

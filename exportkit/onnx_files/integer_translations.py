@@ -8,14 +8,12 @@ from typing import Any
 
 import onnx_ir
 import torch
-from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
-from exportkit.onnx_files.constants import constant, number
+from exportkit.onnx_files.constants import constant, number, op
 from exportkit.onnx_files.size_translations import constant_in, exact_like
 
 aten = torch.ops.aten
-op: Any = opset18  # its annotations know values of one graph, not numbers
 
 
 def as_value(value: Any, like: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exportkit.running.protos import all_nodes, set_nodes
+from exportkit.running.protos import all_nodes, set_nodes, weights_of
 
 if TYPE_CHECKING:
     import onnx
@@ -31,7 +31,7 @@ def read_quantisable(path: Path) -> onnx.ModelProto:
 
     model = onnx.load(path)
     graph = model.graph
-    weights = {tensor.name: tensor for tensor in graph.initializer}
+    weights = weights_of(graph)
     takers = defaultdict[str, list[onnx.NodeProto]](list)
     for node in all_nodes(graph):
         for name in node.input:
@@ -83,7 +83,7 @@ def heads_of(model: onnx.ModelProto, outputs: Collection[str]) -> dict[str, str]
         outputs: Names of the outputs that may be logits.
     """
     makers = {name: node for node in model.graph.node for name in node.output}
-    constant = {tensor.name for tensor in model.graph.initializer}
+    constant = {*weights_of(model.graph)}
     constant |= {name for name, node in makers.items() if node.op_type == "Constant"}
     found = {}
     for output in outputs:

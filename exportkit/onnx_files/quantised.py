@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.matrices import heads_of
+from exportkit.running.protos import weights_of
 
 if TYPE_CHECKING:
     import onnx
@@ -178,7 +179,7 @@ def read_layers(model: onnx.ModelProto, outputs: Collection[str], request: Quant
         request: What the user asked for.
     """
     graph, heads = model.graph, set(heads_of(model, outputs).values())
-    weights = {tensor.name: tensor for tensor in graph.initializer}
+    weights = weights_of(graph)
     found = []
     for node in graph.node:
         place = (_WITH_ACTIVATIONS if request.activations else _WEIGHTS_ALONE).get(node.op_type)

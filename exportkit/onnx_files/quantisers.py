@@ -20,7 +20,7 @@ from exportkit.onnx_files.matrices import remove_unused
 from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Quantisation, WeightMatrix
 from exportkit.running.compare import Tensors
 from exportkit.running.placement import require_onnxruntime
-from exportkit.running.protos import all_nodes
+from exportkit.running.protos import all_nodes, weights_of
 
 if TYPE_CHECKING:
     import onnx
@@ -65,7 +65,7 @@ def _quantise_weights(model: onnx.ModelProto, layers: Sequence[WeightMatrix], re
         for operator in ("MatMul", "Gather"):
             chosen = {layer.node for layer in layers if layer.stored == kind and layer.operator == operator}
             if chosen:
-                before = {tensor.name for tensor in model.graph.initializer}
+                before = {*weights_of(model.graph)}
                 matmul_nbits_quantizer.MatMulNBitsQuantizer(
                     model,
                     bits=bits,
@@ -146,7 +146,7 @@ def pack_products(model: onnx.ModelProto) -> None:
 
     graph = model.graph
     uses = Counter(name for node in all_nodes(graph) for name in node.input)
-    weights = {tensor.name: tensor for tensor in graph.initializer}
+    weights = weights_of(graph)
     alike: dict[object, list[onnx.NodeProto]] = {}
     for node in graph.node:
         if node.op_type == "MatMulNBits" and all(uses[name] == 1 and name in weights for name in node.input[1:]):

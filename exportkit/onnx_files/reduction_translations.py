@@ -11,13 +11,11 @@ from typing import Any
 import onnx_ir
 import torch
 from onnx_ir.tape import Tape
-from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core, linalg, nn
 
-from exportkit.onnx_files.constants import axes_of, constant, ints, number
+from exportkit.onnx_files.constants import axes_of, constant, ints, number, op
 
 aten = torch.ops.aten
-op: Any = opset18  # its annotations know values of one graph, not numbers
 
 _BLOCK = 256  # numbers that are added one after the other
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import onnx_ir
 import torch
-from onnxscript import opset18
 
 from exportkit._torch_compat.graph import BICUBIC_ANTIALIASED, BILINEAR_ANTIALIASED, NEAREST_EXACT
-from exportkit.onnx_files.constants import constant, ints
+from exportkit.onnx_files.constants import constant, ints, op
 
 aten = torch.ops.aten
-op: Any = opset18  # its annotations know values of one graph, not numbers
 
 _FLOAT, _DOUBLE, _INT = onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE, onnx_ir.DataType.INT64
 _NEXT = 2.0**-23  # one or two units in the last place of single precision

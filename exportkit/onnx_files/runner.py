@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
-from exportkit.calls.call import Call, shapes_in, shapes_text
+from exportkit.calls.call import Call, shapes_in, shapes_of, shapes_text
 from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError
 from exportkit.onnx_files.contract import Contract
@@ -27,7 +27,7 @@ from exportkit.programs.strategies import Attempt
 from exportkit.running.placement import Placement, Provider, placed
 from exportkit.running.runner import Returned
 from exportkit.running.session import GraphSession, Session
-from exportkit.trees import flatten, join
+from exportkit.trees import flatten
 
 _Runner = TypeVar("_Runner", bound="OnnxRunner")
 
@@ -233,7 +233,7 @@ class OnnxRunner:
     ) -> tuple[dict[str, tuple[int, ...]], list[tuple[str, OnnxGraph]]]:
         """The shapes of a call, and several graphs by name, those for its kind first."""
         trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
-        shapes = shapes_in(trees) | {path: tuple(tensor.shape) for path, tensor in made.items()}
+        shapes = shapes_in(trees) | shapes_of(made)
         kind = split.landmarks.kind(shapes, given_constants(trees, self.contract.signature))
         return shapes, sorted(self.graphs.items(), key=lambda item: split.kinds[item[0]] != kind)
 
@@ -418,10 +418,7 @@ class OnnxRunner:
             return False
 
         def sizes_of(values: Mapping[str, Any]) -> dict[str, int]:
-            trees = {name: flatten(value).tensors() for name, value in values.items()}
-            return solve_sizes(
-                plan, {join(n, path): tuple(t.shape) for n, tensors in trees.items() for path, t in tensors.items()}
-            )
+            return solve_sizes(plan, shapes_in({name: flatten(value) for name, value in values.items()}))
 
         past, batch = plan.with_role("past"), plan.with_role("batch")
         sizes, state = sizes_of(self.contract.signature.bind(args, kwargs)), sizes_of({STATE: self.module_state})

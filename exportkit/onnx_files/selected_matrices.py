@@ -12,14 +12,12 @@ from typing import Any
 import onnx_ir
 import torch
 from onnx_ir.tape import Tape
-from onnxscript import opset18
 
 from exportkit._torch_compat.graph import copied_module, with_graph_module, written_tensors
-from exportkit.onnx_files.constants import constant, ints
+from exportkit.onnx_files.constants import constant, ints, op
 from exportkit.onnx_files.preparation import erase_unused
 
 aten = torch.ops.aten
-op: Any = opset18  # its annotations know values of one graph, not numbers
 
 # Rows in a block at most. Measured with 4 experts and up to 2048 tokens: 32 is a fifth slower than 64, 256 no faster.
 _LARGEST_BLOCK = 128

@@ -15,15 +15,13 @@ from typing import Any
 
 import onnx_ir
 import torch
-from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core
 
 from exportkit._torch_compat.graph import ITEM
 from exportkit._torch_compat.symbolic_shapes import symbolic_square_root
-from exportkit.onnx_files.constants import constant, ints
+from exportkit.onnx_files.constants import constant, ints, op
 
 aten = torch.ops.aten
-op: Any = opset18  # its annotations know values of one graph, not numbers
 
 _DOUBLE, _SINGLE, _INT = onnx_ir.DataType.DOUBLE, onnx_ir.DataType.FLOAT, onnx_ir.DataType.INT64
 # Where a number in single precision keeps the same one in double precision.

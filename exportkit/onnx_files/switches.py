@@ -12,7 +12,7 @@ import torch
 from exportkit.onnx_files.quantised import BITS, Quantisation, WeightMatrix
 from exportkit.onnx_files.quantisers import quantise, write
 from exportkit.running.compare import Tensors
-from exportkit.running.protos import copied, set_nodes
+from exportkit.running.protos import copied, set_nodes, weights_of
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class SwitchedGraph:
 
         copy = copied(model)
         quantise(copy, chosen, replace(request, embedding=any(layer.operator == "Gather" for layer in chosen)))
-        known = {tensor.name for tensor in model.graph.initializer}
+        known = weights_of(model.graph)
         whole.graph.initializer.extend([tensor for tensor in copy.graph.initializer if tensor.name not in known])
         added = {node.output[0]: node for node in copy.graph.node if node.domain == "com.microsoft"}
         outputs = {node.output[0]: node for node in whole.graph.node}

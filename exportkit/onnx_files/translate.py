@@ -42,7 +42,7 @@ from exportkit.onnx_files.decompositions import translatable
 from exportkit.onnx_files.findings import operator_findings
 from exportkit.onnx_files.preparation import prepared, without_assertions
 from exportkit.onnx_files.refusals import refusing_result
-from exportkit.overrides import replaced_attributes
+from exportkit.overrides import attribute_slots, replaced
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import Finding
 from exportkit.programs.model_lines import line_of_node
@@ -239,8 +239,7 @@ def onnx_program(
         # without these, epsilons, limits and slices may be left out, and large graphs take minutes
         changed = [*exact_no_ops(), *limits_kept(), *limits_with_names(), *quick_matches(), *slices_kept()]
         changed += [*sizes_that_follow(), *tables_kept(), *versions_inside()]
-        for owner, attributes in changed:
-            stack.enter_context(replaced_attributes(owner, attributes))
+        stack.enter_context(replaced(attribute_slots(changed)))
         if extra is not None:
             stack.enter_context(applied([LIBRARY_PATCHES], torch.nn.Module()))
         forget_pending_sizes(program)

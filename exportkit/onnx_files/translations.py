@@ -14,11 +14,10 @@ import onnx_ir
 import torch
 from onnx_ir.convenience import replace_nodes_and_values
 from onnx_ir.tape import Tape
-from onnxscript import opset18
 from onnxscript.function_libs.torch_lib.ops import core, special
 
 from exportkit._torch_compat.graph import FFT_R2C
-from exportkit.onnx_files.constants import constant, ints, number
+from exportkit.onnx_files.constants import constant, ints, number, op
 from exportkit.onnx_files.integer_translations import INTEGER_TRANSLATIONS, as_operand, as_value
 from exportkit.onnx_files.reduction_translations import REDUCTION_TRANSLATIONS
 from exportkit.onnx_files.resizing import RESIZING
@@ -26,7 +25,6 @@ from exportkit.onnx_files.selected_matrices import SELECTED_TRANSLATIONS
 from exportkit.onnx_files.size_translations import SIZE_TRANSLATIONS
 
 aten = torch.ops.aten
-op: Any = opset18  # its annotations know values of one graph, not numbers
 
 
 # Division. The quotient of two floats may be rounded up to the next whole number; the remainder is exact.

@@ -143,7 +143,7 @@ def flags_that_matter(observation: Observation, model: torch.nn.Module) -> dict[
         model: The model, which is run.
     """
     catch_all = observation.signature.var_keyword or ""
-    for call in observation.calls if observation.has_values else ():
+    for call in observation.calls_with_values:
         fewer = without_caught_flags(call.arguments, observation)
         caught = call.arguments[catch_all].build() if catch_all in call.arguments else {}
         flags = {key: caught[key] for key in caught if catch_all not in fewer or key not in fewer[catch_all].build()}

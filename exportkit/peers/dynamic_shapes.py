@@ -74,7 +74,7 @@ def _marked(value: Any, spec_of: Callable[[str], dict[int, Any]]) -> Any:
         return spec_of(value)
     if isinstance(value, dict):
         return {key: _marked(item, spec_of) for key, item in value.items()}
-    items = [spec_of(item) if type(item) is str else _marked(item, spec_of) for item in value]
+    items = [_marked(item, spec_of) for item in value]
     cls: Any = type(value)
     return cls._make(items) if hasattr(value, "_fields") else cls(items)
 

@@ -85,7 +85,7 @@ def guess_batch(plan: Plan, table: CallTable) -> Plan:
     """
     fixed, sizes = [], set()
     for leaf in table.leaves:
-        leading = known(leaf.seen(0)) if leaf.rank else set()
+        leading = leaf.leading_sizes
         if leaf.growing is not None and len(leading) > 1:
             return plan  # caches of different batches
         if len(leading) == 1:

@@ -89,6 +89,11 @@ class Leaf(_RecordedShapes):
         return len(self.first_shape)
 
     @property
+    def leading_sizes(self) -> set[int]:
+        """The distinct sizes of the first axis; none if it has no axes."""
+        return known(self.seen(0)) if self.rank else set()
+
+    @property
     def first_shape(self) -> tuple[int, ...]:
         """The shape in the first call that has the leaf."""
         return next(shape for shape in self.shapes if shape is not None)

@@ -84,6 +84,11 @@ class Plan:
                 return variable
         return found[0] if found else None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the variables."""
+        return tuple([variable.name for variable in self.variables])
+
     def variable(self, name: str) -> Variable:
         """Returns the variable of that name.
 
@@ -93,8 +98,7 @@ class Plan:
         for variable in self.variables:
             if variable.name == name:
                 return variable
-        names = ", ".join(variable.name for variable in self.variables)
-        raise PlanError(f"The plan has no variable {name!r}.", expected=names or "none", got=name)
+        raise PlanError(f"The plan has no variable {name!r}.", expected=", ".join(self.names) or "none", got=name)
 
     def with_role(self, role: Role) -> Variable | None:
         """Returns the first variable of that role, or None."""
@@ -141,6 +145,10 @@ class Plan:
         kept = [v for v in self.variables if v.name in needed]
         variables = [v if v.follows is None or v.follows in needed else replace(v, follows=None) for v in kept]
         return replace(self, leaves=tuple(leaves), variables=tuple(variables))
+
+    def with_changed(self, variable: Variable) -> Self:
+        """Returns the plan with a variable in place of the one of the same name."""
+        return replace(self, variables=tuple([variable if v.name == variable.name else v for v in self.variables]))
 
     def with_variable(self, variable: Variable, axes: Iterable[AxisKey]) -> Self:
         """Returns the plan in which the given axes are one new variable."""
@@ -218,7 +226,7 @@ class Plan:
         """
         self.variable(old)
         _require_name(new)
-        if any(variable.name == new for variable in self.variables):
+        if new in self.names:
             hint = f"plan.tie({new!r}, {old!r}) makes them one."
             raise PlanError(f"The plan already has a variable {new!r}.", hint=hint)
         return self.with_names({old: new})
@@ -261,12 +269,11 @@ class Plan:
         for leaf in leaves:
             if not leaf.sizes[axis].is_static:
                 raise PlanError(f"Axis {axis} of {leaf.path} varies already.", got=str(leaf.sizes[axis]))
-        names = {variable.name for variable in self.variables}
         if name is None:
-            name = unique_name(f"{identifier(path)}_axis_{axis}", names)
+            name = unique_name(f"{identifier(path)}_axis_{axis}", self.names)
         else:
             _require_name(name)
-        if name in names:
+        if name in self.names:
             raise PlanError(f"The plan already has a variable {name!r}.", hint="choose another name.")
         seen = leaves[0].seen(axis)
         variable = Variable(name, "other", seen, f"made dynamic by hand; sizes {listed(seen)}")
@@ -287,7 +294,7 @@ class Plan:
                 expected=f"some of {', '.join(dict.fromkeys(path for path, _ in every))}",
                 got="none of them" if not axes else "all of them",
             )
-        free = unique_name(name, {variable.name for variable in self.variables})
+        free = unique_name(name, self.names)
         apart = replace(old, name=free, evidence=f"{old.evidence}; split from {name} by hand")
         return self.with_variable(apart, axes)
 
@@ -336,7 +343,7 @@ class Plan:
         """
         _require_within(name, self.variable(name).seen, minimum, maximum)
         limited = replace(self.variable(name), minimum=minimum, maximum=maximum, required=True)
-        return replace(self, variables=tuple([limited if v.name == name else v for v in self.variables]))
+        return self.with_changed(limited)
 
     def widened(self, whole: Plan) -> Self:
         """Returns this plan of some calls, in which every axis varies that varies among all calls.
@@ -360,8 +367,7 @@ class Plan:
                     wanted = wanted.with_value(name, 0)
                 if size.is_static and not wanted.is_static:
                     changed[leaf.path, axis] = wanted
-        names = {name for size in changed.values() for name in size.variables()}
-        names -= {variable.name for variable in self.variables}
+        names = {name for size in changed.values() for name in size.variables()}.difference(self.names)
         added = []
         for variable in whole.variables:  # in this order, the first ones keep the sizes that were seen
             if variable.name in names:

@@ -182,7 +182,7 @@ def solve_sizes(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         for leaf in plan.leaves
         for size, value in zip(leaf.sizes, shapes.get(leaf.path, ()), strict=False)
     ]
-    return solve_equations(equations, [variable.name for variable in plan.variables])
+    return solve_equations(equations, plan.names)
 
 
 def solve_equations(equations: Iterable[tuple[Expression, int]], names: Iterable[str]) -> dict[str, int]:

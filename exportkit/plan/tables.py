@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 # Text and background are the notebook's own; only the bar beside a verdict has a colour. Its contrast is 3 and more to
@@ -17,6 +17,16 @@ def aligned(rows: Sequence[Sequence[str]], ruled: bool = False) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]] if ruled else lines
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Returns the sizes of variables as text."""
+    return ", ".join([f"{name} {size}" for name, size in sizes.items()])
+
+
+def count(number: int, one: str, several: str = "") -> str:
+    """Formats a number with its noun, such as ``1 call`` or ``3 calls``."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
 
 
 def first_of(items: Sequence[str], most: int, separator: str = ", ") -> str:

@@ -92,9 +92,8 @@ def _sizes(table: CallTable) -> list[int]:
     """Sizes that never change on a leading axis, the most frequent first."""
     leading: Counter[int] = Counter()
     for leaf in table.leaves:
-        lengths = known(leaf.seen(0)) if leaf.rank else set()
-        if len(lengths) == 1:
-            leading.update(lengths)
+        if len(leaf.leading_sizes) == 1:
+            leading.update(leaf.leading_sizes)
     return [size for size, _ in leading.most_common() if size > 0]
 
 
@@ -146,7 +145,7 @@ def _rows(table: CallTable, size: int, taken: set[str]) -> Choice:
     """Inputs without an axis of the batch's size whose first axis is a multiple of it."""
     found: Choice = {}
     for leaf in table.leaves:
-        lengths = known(leaf.seen(0)) if leaf.rank else set()
+        lengths = leaf.leading_sizes
         if leaf.path not in taken and len(lengths) == 1 and min(lengths) > size and min(lengths) % size == 0:
             found[leaf.path] = (0, min(lengths) // size)
     return found
@@ -161,7 +160,7 @@ def _rows_repeat(probe: ModelProbe, call: Call, choice: Choice) -> bool:
     if before is None or after is None:
         return False
     lists = lists_of_many([before, after])  # a tensor for each image: more rows, more of them
-    before, after = as_simplified(before, lists, ()), as_simplified(after, lists, ())
+    before, after = as_simplified(before, lists), as_simplified(after, lists)
     if before.keys() != after.keys():
         return False
     same = [_repeats(before[path], after[path]) for path in before]

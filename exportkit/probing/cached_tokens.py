@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from exportkit.calls.call import shapes_text
+from exportkit.calls.call import shapes_of, shapes_text
 from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import cached_length, is_hidden, solve_sizes
@@ -33,7 +33,7 @@ def hidden_past(plan: Plan, given: Mapping[str, torch.Tensor], counted: int) -> 
     past, missing = plan.with_role("past"), plan.depending_on_past.difference(given)
     if past is None or not missing:
         return None
-    shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
+    shapes = shapes_of(given)
     if not is_hidden(plan, past.name, shapes):
         return None
     full = plan.depending_on_past.intersection(given)
@@ -71,7 +71,7 @@ def zeros_of_unfilled(
             for part in ("keys", "values"):
                 leaf = plan.by_path.get(f"{path}.{part}")
                 if leaf is not None and leaf.path not in given:
-                    sizes = solve_sizes(plan, {other: tuple(tensor.shape) for other, tensor in given.items()})
+                    sizes = solve_sizes(plan, shapes_of(given))
                     batch, heads, _, width = plan.shapes(sizes)[leaf.path]
                     shape = batch, heads, layer.max_cache_len, width
                     device = next((tensor.device for tensor in given.values()), None)
@@ -95,7 +95,7 @@ def check_counted(plan: Plan, given: Mapping[str, torch.Tensor], counted: int) -
     has_positions = any(path.rpartition(".")[2] in _POSITIONS for path in given)
     if not counted or (has_positions and not any("mask" in path for path in given)):
         return
-    shapes = {path: tuple(tensor.shape) for path, tensor in given.items()}
+    shapes = shapes_of(given)
     if past is not None and is_hidden(plan, past.name, shapes) and past.maximum is None:
         return  # the counter is what says it then
     shown = cached_length(plan, shapes) if past is None else solve_sizes(plan, shapes)[past.name]

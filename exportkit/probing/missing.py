@@ -17,7 +17,7 @@ import torch
 
 from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.arguments.build import build_call
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, shapes_of
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
@@ -28,7 +28,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.probing.unpadded import MASK, without_padding
 from exportkit.running.bounds import rounding_bound
 from exportkit.running.compare import Difference, Tensors, compare_outputs, compare_tensors
-from exportkit.running.eager import EagerRunner, run_eager, sampled_answer
+from exportkit.running.eager import EagerRunner, answered, run_eager, sampled_answer
 from exportkit.running.masks import Padding
 from exportkit.running.runner import Compare, Runner, compare_calls, recorded
 from exportkit.trees import flatten, join, stored_length
@@ -80,7 +80,7 @@ def fill_missing(
         defaults: Value by path of inputs that are not empty; 0 if there is none.
         cached: Number of cached tokens, if the inputs that are given do not show it.
     """
-    sizes = solve_sizes(plan, {path: tuple(tensor.shape) for path, tensor in given.items()})
+    sizes = solve_sizes(plan, shapes_of(given))
     past = plan.with_role("past")
     if past is not None and cached is not None:
         sizes[past.name] = cached
@@ -310,7 +310,7 @@ def _answered(calls: Sequence[Call], model: torch.nn.Module, method: str) -> lis
     found = []
     for call in calls:
         with contextlib.suppress(Exception):
-            found.append(replace(call, outputs=flatten(run_eager(model, method, call))))
+            found.append(answered(model, method, call))
     return found
 
 
@@ -365,7 +365,7 @@ def dependent_outputs(observation: Observation, returned: Iterable[str], joined:
     for number, call in enumerate(observation.calls):
         for path in call.shapes():
             inputs.setdefault(path, set()).add(number)
-        for path in as_simplified(call.outputs.tensors(), joined, ()):
+        for path in as_simplified(call.outputs.tensors(), joined):
             outputs.setdefault(path, set()).add(number)
     found = {}
     for path, having in outputs.items():

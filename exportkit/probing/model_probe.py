@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,6 +18,7 @@ from exportkit.plan.leaves import CallTable, known
 from exportkit.plan.plan import Plan
 from exportkit.plan.sizes import choose_sizes
 from exportkit.running.eager import EagerRunner, sampled_answer
+from exportkit.running.runner import compare_calls, recorded
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
 
@@ -42,6 +43,10 @@ class ModelProbe:
             return sampled_answer(self.run.model, lambda: self.run(call))
         except Exception:
             return None
+
+    def repeats(self, calls: Iterable[Call]) -> bool:
+        """Returns whether the model returns for calls what it returned in the calls that these were made of."""
+        return all(outcome.agrees for outcome in compare_calls(recorded, self.run, calls))
 
     def accepts(
         self,

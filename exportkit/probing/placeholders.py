@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from exportkit.arguments.build import marked, with_tokens
+from exportkit.calls.call import shapes_of
 from exportkit.plan.infer import name_variables, with_grids, with_rows
 from exportkit.plan.placeholders import Grids, Marker, Placeholder, needed_tokens, tokens_fit
 from exportkit.plan.plan import Plan
@@ -214,7 +215,7 @@ def _related(
         for grid in tried.grids
         if grid.path in changed
     ]
-    shapes = {path: tuple(tensor.shape) for path, tensor in {**tensors, **changed}.items()}
+    shapes = shapes_of({**tensors, **changed})
     if not tokens_fit(tried.placeholders, shapes, grids):
         return None
     blocks = needed_tokens(tried.placeholders, shapes, grids)[first.tokens]

@@ -31,6 +31,7 @@ from exportkit.probing.unpadded import MASK, with_optional_mask
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import flatten, is_cache_class, stored_length
+from exportkit.trees.tree import dtype_name
 
 _SHOWN = 4  # inputs that one finding names
 _INSTEAD = {
@@ -138,7 +139,7 @@ def _confirmed(probe: ModelProbe, relations: ValueRelations) -> Plan:
     return plan
 
 
-def restore_mask(plan: Plan, probe: ModelProbe, *, needs_cache: bool = True) -> Observation | None:
+def restore_mask(plan: Plan, probe: ModelProbe, *, needs_cache: bool) -> Observation | None:
     """Returns the calls with a mask of ones, or None if there is nothing to restore.
 
     ``generate`` drops a mask that is all ones (transformers 5.23), and a graph without a mask cannot serve a padded
@@ -159,7 +160,7 @@ def restore_mask(plan: Plan, probe: ModelProbe, *, needs_cache: bool = True) -> 
     if masked is None:
         return None
     whole = [masked.calls[0], *masked.calls[1:][-1:]]
-    if not all(outcome.agrees for outcome in compare_calls(recorded, probe.run, whole)):
+    if not probe.repeats(whole):
         return None
     # A 0 in the mask has to change a result: otherwise it is a mask over something else, or is ignored. In a call past
     # the window of a model, what the mask hides may have left the window before.
@@ -191,7 +192,7 @@ def _with_masks(plan: Plan, observation: Observation, needs_cache: bool) -> Obse
         shape = mask_shape(solve_sizes(plan, call.shapes()), counted)
         device = next(iter(call.tensors().values())).device
         arguments = {**call.arguments, MASK: flatten(torch.ones(shape, dtype=torch.int64, device=device))}
-        ordered = {name: arguments[name] for name in observation.signature.names if name in arguments}
+        ordered = observation.signature.in_order(arguments)
         calls.append(replace(call, arguments=ordered, named=call.named | {MASK}))
     further = []
     for seen in observation.further:
@@ -240,7 +241,7 @@ def _changing_inputs(plan: Plan, observation: Observation) -> list[Finding]:
     dtypes: dict[str, dict[str, int]] = {}  # of each leaf, the first call with each
     for number, call in enumerate(observation.calls):
         for path, tensor in call.tensors().items():
-            dtypes.setdefault(path, {}).setdefault(str(tensor.dtype).removeprefix("torch."), number)
+            dtypes.setdefault(path, {}).setdefault(dtype_name(tensor.dtype), number)
     found, others = [], []
     for path, calls in dtypes.items():
         leaf = plan.by_path.get(path)

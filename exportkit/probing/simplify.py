@@ -24,6 +24,8 @@ from exportkit.running.compare import Tensors
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import Tree, first_name, is_cache_class, join, with_list
+from exportkit.trees.structure import without_indices
+from exportkit.trees.tree import is_inexact
 
 Value = TypeVar("Value")
 
@@ -78,7 +80,7 @@ def simplify_calls(observation: Observation, model: torch.nn.Module, method: str
 
 
 def as_simplified(
-    tensors: Mapping[str, torch.Tensor], joined: Iterable[str], unused: Iterable[str]
+    tensors: Mapping[str, torch.Tensor], joined: Iterable[str], unused: Iterable[str] = ()
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors of a call by the paths that they have in simplified calls.
 
@@ -93,9 +95,9 @@ def as_simplified(
 def _simplified(
     by_path: Mapping[str, Value], joined: Iterable[str], unused: Iterable[str], merge: Callable[[list[Value]], Value]
 ) -> dict[str, Value]:
-    hidden, kept = set(map(_unnumbered, unused)), dict(by_path)
+    hidden, kept = set(map(without_indices, unused)), dict(by_path)
     if hidden:
-        kept = {path: value for path, value in by_path.items() if _unnumbered(path) not in hidden}
+        kept = {path: value for path, value in by_path.items() if without_indices(path) not in hidden}
     for parent in joined:
         members = _members(kept, parent)
         if members:
@@ -269,7 +271,7 @@ def _is_unread(probe: ModelProbe, path: str) -> bool:
         if path in call.tensors()
         for other in (_other_values(call.tensors()[path]), None)
     )
-    return all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed))
+    return probe.repeats(changed)
 
 
 def _without_outputs(observation: Observation, names: Collection[str]) -> Observation:
@@ -284,7 +286,7 @@ def _without_outputs(observation: Observation, names: Collection[str]) -> Observ
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_inexact(tensor):
         return torch.full_like(tensor, torch.nan)
     return ~tensor if tensor.dtype is torch.bool else tensor + 1
 
@@ -332,7 +334,7 @@ def _is_read_as_one(probe: ModelProbe, parent: str) -> bool:
             return False
         for parts in (whole.split(1), whole.tensor_split(most)):
             further.append(_with_list(call, parent, members, list(parts)))
-    if not all(outcome.agrees for outcome in compare_calls(recorded, probe.run, changed)):
+    if not probe.repeats(changed):
         return False
     outcomes = compare_calls(recorded, probe.run, further)  # a model may raise for short tensors
     return all(outcome.agrees or outcome.error is not None for outcome in outcomes)
@@ -381,7 +383,3 @@ def _lists_in(by_path: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _members(by_path: Mapping[str, Any], parent: str) -> dict[str, Any]:
     return _lists_in(by_path).get(parent, {})
-
-
-def _unnumbered(path: str) -> str:
-    return re.sub(r"\[\d+\]", "[]", path)

@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.pytree import tree_leaves
-from exportkit.calls.call import Call
+from exportkit.calls.call import Call, tensors_in
 from exportkit.probing.noted_sizes import Lost, SizeComparison, Text, note_use, noted_size, plain_number
-from exportkit.rewrites.branches import OWN_FILES, REWRITES, place_asking
-from exportkit.rewrites.model_code import Place, is_check, is_idle, is_model_code
+from exportkit.rewrites.branches import is_own_code, place_asking
+from exportkit.rewrites.model_code import Place, is_check, is_idle, is_model_code, line_text
 from exportkit.running.eager import run_eager
-from exportkit.trees import flatten, join
+from exportkit.trees import flatten
 
 Result = TypeVar("Result")
 
@@ -102,8 +102,7 @@ def tensors_read(
     found: set[str] = set()
 
     def around(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Any:
-        trees = {name: flatten(value) for name, value in values.items()}
-        tensors = {join(name, path): tensor for name, tree in trees.items() for path, tensor in tree.tensors().items()}
+        tensors = tensors_in({name: flatten(value) for name, value in values.items()})
         with Reads() as reads:
             result = run(values)
         found.update(path for path, tensor in {**tensors, **others}.items() if id(tensor) in reads.tensors)
@@ -152,10 +151,11 @@ class _Questions:
 
 
 class SizeReads(TorchFunctionMode):
-    """Notes the sizes that code reads from tensors while it is active, and what it compares them with.
+    """Notes the sizes that code reads from tensors while it is active, what it compares them with, and which code runs.
+
+    The code of torch is left out. A debugger does not stop while it is active.
 
     Args:
-        with_code: Also note which code runs, apart from that of torch; a debugger does not stop there meanwhile.
         forced: Which branch code takes at some places, whatever the values are; also where it asks the same again.
 
     Attributes:
@@ -166,9 +166,9 @@ class SizeReads(TorchFunctionMode):
         writes: Where code writes to tensors: file and line.
     """
 
-    def __init__(self, with_code: bool = False, forced: Mapping[Place, bool] = MappingProxyType({})) -> None:
+    def __init__(self, forced: Mapping[Place, bool] = MappingProxyType({})) -> None:
         super().__init__()
-        self._with_code, self._forced = with_code, forced
+        self._forced = forced
         self.log: list[tuple[Any, ...]] = []
         self.branches: dict[Place, set[bool]] = {}
         self.numbers: set[str] = set()
@@ -179,16 +179,14 @@ class SizeReads(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """Begins to note."""
-        if self._with_code:
-            self._tracers.append(sys.gettrace())
-            sys.settrace(self._tracer)
+        self._tracers.append(sys.gettrace())
+        sys.settrace(self._tracer)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Ends it."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if self._with_code:
-            sys.settrace(self._tracers.pop())
+        sys.settrace(self._tracers.pop())
 
     def _tracer(self, frame: FrameType, _event: str, _: Any) -> Any:
         """Returns what notes the instructions of a call of a function; None for a function that is not of the model."""
@@ -255,7 +253,7 @@ class SizeReads(TorchFunctionMode):
             return torch.Size([noted_size(size, self.log) for size in result])
         if any(version_of(tensor) != version for tensor, version in zip(tensors, versions, strict=True)):
             place = _place_in_model(sys._getframe(1))
-            self.writes |= {f"{place[0]}:{place[1]}"} if place is not None else set()
+            self.writes |= {line_text(place)} if place is not None else set()
         if isinstance(result, torch.Tensor):
             self._questions.note(func, args, kwargs or {}, result)
         elif tensors and name in _ASKING:
@@ -273,7 +271,7 @@ class SizeReads(TorchFunctionMode):
         if place is None or is_check(place) or is_idle(place[:2]):
             return result
         if not is_branch:
-            self.numbers.add(f"{place[0]}:{place[1]}")
+            self.numbers.add(line_text(place))
             return result
         known = self._questions.answer(asked)
         if known is not None:
@@ -286,7 +284,7 @@ class SizeReads(TorchFunctionMode):
 
 def _place_in_model(frame: FrameType) -> Place | None:
     """The place in the code of the model that calls torch; None for exportkit's own calls and other code."""
-    if frame.f_code.co_filename.startswith(OWN_FILES) and not frame.f_code.co_filename.startswith(REWRITES):
+    if is_own_code(frame.f_code.co_filename):
         return None
     while frame.f_code.co_name in _PASSING_ON and frame.f_back is not None:
         frame = frame.f_back
@@ -306,7 +304,7 @@ def size_reads(
         run: The function.
         forced: Which branch code takes at some places, whatever the values are.
     """
-    found = SizeReads(with_code=True, forced=forced)
+    found = SizeReads(forced)
     try:
         with found:
             return found, run()

@@ -28,6 +28,7 @@ from exportkit.trees import Tree, fingerprint, flatten, is_cache_class
 from exportkit.trees.fingerprint import fingerprinted_class
 from exportkit.trees.objects import CONTAINERS
 from exportkit.trees.structure import path_of
+from exportkit.trees.tree import is_inexact
 
 Values = dict[str, Any]
 Change = Callable[[Values], Values]
@@ -97,7 +98,7 @@ def _inferred(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+    return tensor.requires_grad_() if is_inexact(tensor) else tensor
 
 
 _TRAITS = (

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from exportkit.arguments.integers import is_integer
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.plan import Plan
@@ -19,6 +18,7 @@ from exportkit.probing.model_probe import ModelProbe
 from exportkit.running.compare import Tensors
 from exportkit.running.runner import compare_calls
 from exportkit.trees import is_cache_class
+from exportkit.trees.tree import is_integer
 
 MASK = "attention_mask"
 

@@ -22,7 +22,6 @@ from exportkit.probing.missing import (
     absent_patterns,
     beyond_rounding,
     call_without,
-    completed_call,
 )
 from exportkit.probing.other_values import scaled, with_nothing_hidden, with_wide_values
 from exportkit.probing.simplify import as_simplified
@@ -32,8 +31,7 @@ from exportkit.programs.turns import UNTRIED, Turns
 from exportkit.programs.value_branches import untraced_write, value_branch
 from exportkit.rewrites.model_code import Place
 from exportkit.running.compare import Tensors
-from exportkit.running.eager import EagerRunner, run_eager
-from exportkit.running.program import ProgramRunner
+from exportkit.running.eager import run_eager
 from exportkit.running.runner import Runner, compare_calls
 
 Pattern = frozenset[str]
@@ -60,7 +58,7 @@ def find_absences(traced: TracedProgram) -> Absences:
             refused[pattern] = "no default gives the recorded result"
             continue
         outcomes, empty = _outcomes(traced, pattern), tuple[str, ...]()
-        hidden = sorted({variable.name for variable in traced.plan.variables} - _shown(traced, pattern))
+        hidden = sorted({*traced.plan.names} - _shown(traced, pattern))
         if not outcomes and hidden:  # a cache without tensors has no length, whatever it counts
             empty = tuple(hidden)
             outcomes = _outcomes(traced, pattern, empty)
@@ -146,11 +144,11 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
         return size_reads(lambda: run_eager(traced.model, traced.method, made()))[0]
 
     def compared(call: Call, forced: Mapping[Place, bool]) -> tuple[str, SizeReads | None]:
-        noted = SizeReads(with_code=True, forced=forced)
+        noted = SizeReads(forced)
         return next(filter(None, _compared(traced, call, of_all_magnitudes=False, noted=noted)), ""), noted
 
     without = reads(lambda: call)
-    completed = reads(lambda: completed_call(traced.plan, traced.observation, call, traced.defaults.values))
+    completed = reads(lambda: traced.completed(call))
     if without is None or completed is None:  # the model does not run with the defaults, which says nothing
         return
     yield untraced_write(traced, call, without, [completed])
@@ -181,20 +179,19 @@ def _compared(
         of_all_magnitudes: Whether other values are tried.
         noted: Notes what the model reads where it runs without the inputs.
     """
-    plan, observation = traced.plan, traced.observation
 
     def simplified(runner: Runner) -> Runner:
-        return lambda call: as_simplified(runner(call), traced.joined_outputs, ())
+        return lambda call: as_simplified(runner(call), traced.joined_outputs)
 
     def completed(runner: Runner) -> Runner:
-        return lambda call: runner(completed_call(plan, observation, call, traced.defaults.values))
+        return lambda call: runner(traced.completed(call))
 
     def without(call: Call) -> Tensors:
         with contextlib.nullcontext() if noted is None else noted:
             return model(call)
 
-    model = simplified(EagerRunner(traced.model, traced.method))
-    program = simplified(ProgramRunner(traced.program, traced.input_paths, traced.output_paths))
+    model = simplified(traced.eager)
+    program = simplified(traced.runner)
     call = with_nothing_hidden(call)
     tried = [call]
     if of_all_magnitudes:

@@ -18,6 +18,7 @@ from exportkit.plan.conditions import SizeCondition, exactly
 from exportkit.plan.leaves import Finding
 from exportkit.plan.sizes import settled, sizes_between, solve_sizes, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, small
+from exportkit.plan.tables import sizes_text
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
@@ -86,7 +87,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
                 limits.setdefault(condition.text, _limit(condition, more))
     between = False
     for item in sizes_between(traced.plan, traced.sizes):
-        broken = [condition for condition in domain.conditions if not condition.holds(item.sizes)]
+        broken = domain.broken(item.sizes)
         if broken and not _why_refused(traced, item.sizes):
             between, refused = True, refused + 1
             by_model |= any(condition.own for condition in broken)
@@ -186,7 +187,7 @@ def _narrower(
     error = ExportError(
         f"The exported graph serves less than the plan promises: {condition.text} only.",
         where=str(place) if place else None,
-        expected=f"{', '.join(f'{name} {size}' for name, size in sizes.items())} too, as in {label}",
+        expected=f"{sizes_text(sizes)} too, as in {label}",
         got=f"{condition.got(sizes)}{f'; {difference}' if difference else ''}",
         hint=_hint(traced, condition),
     )

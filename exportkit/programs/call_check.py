@@ -15,7 +15,9 @@ from exportkit.json_data import Size
 from exportkit.plan.conditions import SizeCondition, first_broken
 from exportkit.plan.expression import Expression
 from exportkit.plan.sizes import solve_equations
+from exportkit.plan.tables import sizes_text
 from exportkit.running.compare import Tensors
+from exportkit.trees.tree import dtype_name
 
 # torch.export assumes that every size is at least this.
 SMALLEST = 2
@@ -181,8 +183,7 @@ class CallCheck:
             raise self._unproven(sizes)
         number = self._conditions(waived)(values)
         if number >= 0:
-            kept = [condition for condition in self.conditions if condition.text not in waived]
-            raise broken_condition(kept[number], sizes)
+            raise broken_condition(self._kept(waived)[number], sizes)
 
     def require_readable(self) -> None:
         """Raises PlanError if a condition cannot be read, ValueError if another part makes no sense."""
@@ -231,9 +232,11 @@ class CallCheck:
 
     def _conditions(self, waived: tuple[str, ...]) -> Callable[[Sequence[int]], int]:
         if waived not in self._checks:
-            kept = [condition for condition in self.conditions if condition.text not in waived]
-            self._checks[waived] = first_broken(kept, list(self.ranges))
+            self._checks[waived] = first_broken(self._kept(waived), list(self.ranges))
         return self._checks[waived]
+
+    def _kept(self, waived: tuple[str, ...]) -> list[SizeCondition]:
+        return [condition for condition in self.conditions if condition.text not in waived]
 
     def _sizes(self, given: Tensors) -> Iterator[tuple[str, int, Expression, int]]:
         for item in self.inputs:
@@ -258,7 +261,7 @@ class CallCheck:
                     hint="observe a call that gives it, then export again.",
                 )
             item = inputs[path]
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = dtype_name(tensor.dtype)
             fits = len(item.sizes) == tensor.ndim and all(
                 not size.is_static or size.constant == have for size, have in zip(item.sizes, tensor.shape, strict=True)
             )
@@ -311,7 +314,7 @@ class CallCheck:
         return ArgumentError(
             f"The graph is not proven for {small}.",
             expected=f"{', '.join(small.sizes)} at least {SMALLEST}{f'; or {allowed}' if allowed else ''}",
-            got=", ".join(f"{name} {size}" for name, size in sizes.items()),
+            got=sizes_text(sizes),
             hint="torch.export assumes sizes of at least 2; record a call with these sizes, then export again.",
         )
 
@@ -321,7 +324,7 @@ def broken_condition(condition: SizeCondition, sizes: Mapping[str, int]) -> Argu
     return ArgumentError(
         f"The graph does not serve these sizes: {condition.text}, got {condition.got(sizes)}.",
         where=condition.place or None,
-        got=", ".join(f"{name} {size}" for name, size in sizes.items()),
+        got=sizes_text(sizes),
         hint="the trace assumed this condition; record a call with these sizes, then export again.",
     )
 

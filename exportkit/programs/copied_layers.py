@@ -170,11 +170,8 @@ class _Run:
 
     def _is_known(self, node: Node) -> bool:
         """Whether a node calls an operator, or gets the graph that an operator runs, such as a scan."""
-        return node.op == "call_function" or (node.op == "get_attr" and self._graph_at(node) is not None)
-
-    def _graph_at(self, node: Node) -> torch.fx.GraphModule | None:
-        part = getattr(self.layer.tracer.root, str(node.target), None)
-        return part if isinstance(part, torch.fx.GraphModule) else None
+        is_graph = node.op == "get_attr" and _graph_at(self.layer.tracer.root, node) is not None
+        return is_graph or node.op == "call_function"
 
     def _numbers(self, owner: str) -> Iterator[tuple[str, LayerNumber]]:
         for part, attribute in self.layer.numbers:
@@ -197,7 +194,7 @@ class _Run:
             return description(value)
 
         if node.op == "get_attr":
-            return _graph_rows(self._graph_at(node))
+            return _graph_rows(_graph_at(self.layer.tracer.root, node))
         options = [(name, described(value)) for name, value in node.kwargs.items()]
         return node.target, described(node.args), options, description(node.meta.get("val"))
 
@@ -213,6 +210,11 @@ class _Run:
         return description(value) if type(value) in ATOMS or isinstance(value, SYMBOLIC) else None
 
 
+def _graph_at(root: torch.nn.Module, node: Node) -> torch.fx.GraphModule | None:
+    part = getattr(root, str(node.target), None)
+    return part if isinstance(part, torch.fx.GraphModule) else None
+
+
 def _graph_rows(module: torch.fx.GraphModule | None) -> Any:
     """What each node of a graph computes that an operator runs; something that equals nothing if it is not a graph."""
     if module is None:
@@ -225,8 +227,7 @@ def _graph_rows(module: torch.fx.GraphModule | None) -> Any:
 
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            part = getattr(module, str(node.target), None)
-            rows.append(_graph_rows(part if isinstance(part, torch.fx.GraphModule) else None))
+            rows.append(_graph_rows(_graph_at(module, node)))
         else:
             target = node.target if node.op == "call_function" else node.op
             rows.append((target, map_aggregate((node.args, node.kwargs), described), description(node.meta.get("val"))))

@@ -16,7 +16,7 @@ from exportkit.errors import ArgumentError, PlanError
 from exportkit.json_data import Size, read
 from exportkit.plan.conditions import SizeCondition, bounds_of, exactly, leaves_out_sizes
 from exportkit.plan.plan import Plan
-from exportkit.plan.tables import aligned, html_lines, html_of, html_table
+from exportkit.plan.tables import aligned, html_lines, html_of, html_table, sizes_text
 from exportkit.probing.traits import PLAIN, require_traits
 from exportkit.programs.call_check import SMALLEST, CallCheck, DomainInput, SmallSizes, ranged
 from exportkit.programs.python_values import PythonValues
@@ -125,7 +125,7 @@ class Domain:
             verdict = f"outside: {error}"
         sizes = self.check.solve(given) | dict(known or {})
         lines = [f"{'yes' if holds else 'NO '}  {text}" for holds, text in self.check.explain(sizes)]
-        return "\n".join([verdict, "sizes: " + ", ".join(f"{name} {size}" for name, size in sizes.items()), *lines])
+        return "\n".join([verdict, "sizes: " + sizes_text(sizes), *lines])
 
     def to_json(self) -> dict[str, Any]:
         """Returns the domain as JSON data."""

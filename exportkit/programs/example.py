@@ -70,7 +70,7 @@ def chosen_example(
             sizes = choose_sizes(limited, bool(adapting), chunk_size_of(model), between)
             call = build_call(plan, observation, sizes)
             with ListingNoted(sizes) as listing, gradients_noted() as gradients:
-                outputs = flatten(_eager_outputs(model, method, call, rules))
+                outputs = flatten(_eager_outputs(model, method, call, adapting))
             break
         except ArgumentError as error:
             raised = raised or error
@@ -83,7 +83,7 @@ def chosen_example(
     rules += [PACKED_SEQUENCES] if listing.packs else []
     rules += [ZEROS_AT_PADDING] if listing.asks_for_padding else []
     if listing.of_places:
-        rules.append(_rule_for_experts(model, method, call, rules))
+        rules.append(_rule_for_experts(model, method, call, adapting))
     returned = [outputs.tensors(), *(call.outputs.tensors() for call in observation.calls)]
     joined = lists_of_many(returned)
     defaults = find_missing_defaults(plan, observation, model, method)
@@ -101,9 +101,8 @@ def _within_recorded(plan: BoundPlan) -> BoundPlan:
     return replace(plan, variables=tuple(variables))
 
 
-def _eager_outputs(model: torch.nn.Module, method: str, call: Call, rules: Sequence[Rewrite]) -> Any:
+def _eager_outputs(model: torch.nn.Module, method: str, call: Call, adapting: Sequence[Rewrite]) -> Any:
     names = call.signature.names
-    adapting = [rule for rule in rules if rule.adapt is not None]
 
     def around(values: dict[str, Any], run: Callable[[Mapping[str, Any]], Any]) -> Any:
         with applied(adapting, model):
@@ -121,11 +120,11 @@ def _eager_outputs(model: torch.nn.Module, method: str, call: Call, rules: Seque
         ) from error
 
 
-def _rule_for_experts(model: torch.nn.Module, method: str, call: Call, rules: Sequence[Rewrite]) -> Rewrite:
+def _rule_for_experts(model: torch.nn.Module, method: str, call: Call, adapting: Sequence[Rewrite]) -> Rewrite:
     """How loops over experts cover all of them: running the model shows whether the last place means no expert."""
     try:
         with applied([ALL_EXPERTS], model):
-            _eager_outputs(model, method, call, rules)
+            _eager_outputs(model, method, call, adapting)
     except ArgumentError as error:
         if isinstance(error.__cause__, IndexError):
             return ALL_BUT_NONE

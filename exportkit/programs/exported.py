@@ -37,8 +37,6 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.search import Programs, Search, export_program
 from exportkit.programs.strategies import Attempt
 from exportkit.running.compare import Difference, Tensors, compare_outputs
-from exportkit.running.eager import EagerRunner
-from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import Runner, compare_calls, recorded
 
 _MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of call
@@ -74,7 +72,7 @@ class ExportedModel:
         where = f"{type(self).__name__}({self.observation.model_name}.{self.method}"
         if self.split is not None:
             return f"{where}, {len(self.programs)} programs: {', '.join(self.programs)})"
-        names = ", ".join(variable.name for variable in self.plan.variables) or "none"
+        names = ", ".join(self.plan.names) or "none"
         return f"{where}, {len(self.traced.input_paths)} inputs, variables: {names})"
 
     @property
@@ -362,8 +360,7 @@ def _limited(plan: BoundPlan, cluster: Cluster, landmarks: Landmarks) -> Iterato
 def _at_least(plan: BoundPlan, name: str, minimum: int) -> BoundPlan:
     variable = plan.variable(name)
     smallest = min(size for size in variable.seen if size is not None)
-    limited = replace(variable, minimum=max(variable.minimum, min(minimum, smallest)))
-    return replace(plan, variables=tuple(limited if v is variable else v for v in plan.variables))
+    return plan.with_changed(replace(variable, minimum=max(variable.minimum, min(minimum, smallest))))
 
 
 def _serves_one(traced: TracedProgram, first: str | None) -> bool:
@@ -374,15 +371,14 @@ def _serves_one(traced: TracedProgram, first: str | None) -> bool:
         if size.variable is not None and plan.variable(size.variable).minimum <= 1:
             with contextlib.suppress(Exception):  # one token may have no room for an image
                 calls.append(build_call(plan, traced.observation, {**traced.sizes, size.variable: 1}))
-    return _serves(traced, EagerRunner(traced.model, traced.method), calls)
+    return _serves(traced, traced.eager, calls)
 
 
 def _serves(traced: TracedProgram, model: Runner, calls: Iterable[Call]) -> bool:
     """Whether the program, run in torch, returns what the model returns for calls with all inputs."""
-    program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
 
     def compare(_: Call, expected: Tensors, got: Tensors) -> Iterator[Difference]:
         joined = traced.joined_outputs
-        return compare_outputs(as_simplified(expected, joined, ()), as_simplified(got, joined, ()))
+        return compare_outputs(as_simplified(expected, joined), as_simplified(got, joined))
 
-    return all(outcome.agrees for outcome in compare_calls(model, program, calls, compare))
+    return all(outcome.agrees for outcome in compare_calls(model, traced.runner, calls, compare))

@@ -87,7 +87,7 @@ def failure(error: Exception, request: TraceRequest) -> ExportError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     failed = ExportError(
         f"{_TRACE}.",
-        where=f"variables {', '.join(v.name for v in request.plan.variables) or 'none'}",
+        where=f"variables {', '.join(request.plan.names) or 'none'}",
         got=f"{type(error).__name__}: {' '.join(lines[:3])[:500]}",
         hint="the full message of torch is the cause of this exception (__cause__).",
     )

@@ -10,12 +10,12 @@ from exportkit._torch_compat.graph import asserts_recorded_path, draws_numbers, 
 from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.overrides import replaced_classes
 from exportkit.plan.leaves import Finding
+from exportkit.plan.tables import count
 from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
 from exportkit.programs.kept_state import STATE
 from exportkit.programs.model_lines import ModelLine, line_of_node
 from exportkit.programs.program import TracedProgram
-from exportkit.running.program import tensor_placeholders
 from exportkit.trees import check_opened, first_name
 
 _SAME_NUMBERS = "With export(..., random_numbers=True), both are compared for the same numbers."
@@ -79,18 +79,18 @@ def _refused_later(traced: TracedProgram) -> list[Finding]:
         Finding(
             "refused call",
             path,
-            f"{'1 call' if count == 1 else f'{count} calls'} that {'was' if count == 1 else 'were'} not stored gave "
-            f"{path}={value}, which the graph refuses; store more calls to serve it (store_n_calls).",
+            f"{count(calls, 'call')} that {'was' if calls == 1 else 'were'} not stored gave {path}={value}, "
+            "which the graph refuses; store more calls to serve it (store_n_calls).",
         )
-        for (path, value), count in counts.items()
+        for (path, value), calls in counts.items()
     ]
 
 
 def rule_findings(traced: TracedProgram) -> list[Finding]:
     """Returns the findings on rewrites that were in force, and on classes that were replaced."""
     swaps = [
-        f"{original.__name__} replaced by {replacement.__name__} ({count} module{'s' if count > 1 else ''})"
-        for original, replacement, count in replaced_classes(traced.model)
+        f"{original.__name__} replaced by {replacement.__name__} ({count(modules, 'module')})"
+        for original, replacement, modules in replaced_classes(traced.model)
     ]
     rewrites = ", ".join((*traced.rules, *swaps))
     return [Finding("exported with", rewrites, f"exported with: {rewrites}.")] if rewrites else []
@@ -120,7 +120,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
             expected="a choice among values that are computed in any case, such as torch.where",
             hint="record more calls, if there are only a few branches.",
         )
-    inputs = dict(zip(tensor_placeholders(traced.program), traced.input_paths, strict=True))
+    inputs = traced.paths_by_node
     nodes = list(traced.program.graph.nodes)
     unused = {node.name for node in nodes if node.op == "placeholder" and not node.users}
     findings = []

@@ -32,7 +32,6 @@ from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.program import TracedProgram
 from exportkit.rewrites.model_code import EXPORTKIT, Line, is_model_code
 from exportkit.rewrites.table import STRICT
-from exportkit.running.program import tensor_placeholders
 
 # A limit that means none to torch.
 _UNLIMITED = 2**31
@@ -59,7 +58,7 @@ class TracedSizes:
         self._axes: dict[Axis, Any] = {}
         self._homes: dict[Any, Expression] = {}  # the plan's size of the axis that shows a symbol
         sizes = input_axes(traced.program)
-        for node, path in zip(tensor_placeholders(traced.program), traced.input_paths, strict=True):
+        for node, path in traced.paths_by_node.items():
             for axis, size in enumerate(sizes[node]):
                 self._axes[path, axis] = size
                 planned = self._plan.by_path[path].sizes[axis]

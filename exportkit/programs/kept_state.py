@@ -28,7 +28,7 @@ from exportkit.probing.effects import changed_state
 from exportkit.probing.size_reads import tensors_read
 from exportkit.programs.number_inputs import WithNumbers
 from exportkit.running.compare import outputs_close
-from exportkit.running.eager import replayed, run_eager
+from exportkit.running.eager import method_of, replayed, run_eager
 from exportkit.trees import cloned, flatten, join
 from exportkit.trees.structure import path_of
 
@@ -65,11 +65,11 @@ class StatePlace:
     def closed(self, state: Any) -> Any:
         """Returns a state as it is returned, with tensors for numbers; an integer is a size of one without elements."""
         tree = flatten(state)
-        leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+        leaves = tree.by_path()
         made = {path: number_as_tensor(leaves[path], kind) for path, kind in self.numbers.items()}
         return tree.with_leaves(made).build()
 
-    def at_start(self, state: Any, start: Callable[[Any], Any], shift: int = 0) -> Any:
+    def at_start(self, state: Any, start: Callable[[Any], Any], shift: int) -> Any:
         """Returns the state before the first call, in which numbers are 0, and another one if it is shifted."""
         numbers = {path: float(shift) if kind == "float" else shift for path, kind in self.numbers.items()}
         value = flatten(state).with_leaves(numbers).build()
@@ -181,8 +181,7 @@ class WithEffects(torch.nn.Module):
         try:
             for name, holder in holders.items():
                 setattr(holder, places[name].attribute, state.get(name))
-            target = model if method == "forward" else getattr(model, method)
-            result = target(*args, **kwargs)
+            result = method_of(model, method)(*args, **kwargs)
             state = {name: place.closed(getattr(holders[name], place.attribute)) for name, place in places.items()}
         finally:
             for name, holder in holders.items():

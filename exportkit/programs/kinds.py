@@ -6,7 +6,6 @@ of one kind. Calls of one kind may still be on both sides of a condition on size
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from exportkit.calls.observation import Observation
 from exportkit.json_data import Size, read
 from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, first_name, is_cache_class, join, text_of
 from exportkit.trees.constants import from_json
+from exportkit.trees.structure import without_indices
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -69,7 +69,7 @@ class Landmarks:
         """Returns the landmarks by which calls differ, too, if they give lists of different lengths."""
         counts: dict[str, set[int]] = {}
         for call in observation.calls:
-            paths = [_without_indices(path) for path in call.shapes() if path not in self.growing]
+            paths = [without_indices(path) for path in call.shapes() if path not in self.growing]
             for path, count in Counter(paths).items():
                 counts.setdefault(path, set()).add(count)
         return replace(self, lists=frozenset(path for path, found in counts.items() if len(found) > 1))
@@ -82,7 +82,7 @@ class Landmarks:
             constants: Its other inputs by path, as `given_constants` returns them.
         """
         given = {
-            (path if (general := _without_indices(path)) in self.lists else general, len(shape))
+            (path if (general := without_indices(path)) in self.lists else general, len(shape))
             for path, shape in shapes.items()
             if path not in self.growing or 0 not in shape[: self.growing[path] + 1]
         }
@@ -282,7 +282,3 @@ def _ranks(kinds: list[Kind]) -> list[str]:
 
 def _amounts(kinds: list[Kind]) -> list[str]:
     return ["single" if kind.single else "several" for kind in kinds]
-
-
-def _without_indices(path: str) -> str:
-    return re.sub(r"\[\d+\]", "[]", path)

@@ -233,7 +233,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _log(traced: TracedProgram, call: Call) -> _Log | None:
     """What the model does; None if it raises."""
     try:
-        reads = SizeReads(with_code=True)
+        reads = SizeReads()
         with reads:
             returned, operators = operators_of(lambda: run_eager(traced.model, traced.method, call))
     except Exception:

@@ -18,7 +18,7 @@ from exportkit.arguments.table import further_numbers, numbers_of
 from exportkit.calls.call import Call, NumberKind, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.running.compare import outputs_close
-from exportkit.running.eager import run_eager
+from exportkit.running.eager import method_of, run_eager
 from exportkit.running.program import tensor_placeholders
 from exportkit.trees import flatten
 
@@ -46,8 +46,7 @@ class WithNumbers(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns for the numbers in the tensors."""
         args, kwargs = self._signature.unbind(self.with_numbers(self._signature.bind(args, kwargs)), self._named)
-        target = self.model if self.method == "forward" else getattr(self.model, self.method)
-        return target(*args, **kwargs)
+        return method_of(self.model, self.method)(*args, **kwargs)
 
     def with_numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns arguments with the numbers in place of the tensors that stand for them."""
@@ -61,7 +60,7 @@ class WithNumbers(torch.nn.Module):
         found = dict(values)
         for name, kinds in self._numbers.items():
             tree = flatten(values.get(name))
-            leaves = dict(zip(tree.paths, tree.leaves, strict=True))
+            leaves = tree.by_path()
             made = {path: change(leaves[path], kind) for path, kind in kinds.items() if leaves.get(path) is not None}
             found[name] = tree.with_leaves(made).build()
         return found
@@ -98,7 +97,7 @@ def with_numbers(model: torch.nn.Module, observation: Observation, numbers: Numb
     for call in observation.calls:
         made = signature.numbers_as_tensors(call.values())
         given = {**call.arguments, **{name: flatten(value) for name, value in made.items()}}
-        ordered = {name: given[name] for name in signature.names if name in given}
+        ordered = signature.in_order(given)
         named = call.named | (made.keys() - call.arguments.keys())
         calls.append(replace(call, arguments=ordered, named=named, signature=signature))
     further = []

@@ -33,9 +33,10 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
 from exportkit.errors import ExportError
-from exportkit.overrides import original_attribute, replaced_attributes
+from exportkit.overrides import attribute_slots, original_attribute, replaced, replaced_attributes
 from exportkit.plan.plan import Plan
-from exportkit.probing.missing import Absences, MissingDefaults
+from exportkit.probing.missing import Absences, MissingDefaults, completed_call
+from exportkit.probing.sized_calls import run_sized, sized_call
 from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import failure
@@ -51,10 +52,11 @@ from exportkit.rewrites.lists import operators_at_any_length
 from exportkit.rewrites.model_code import is_model_code
 from exportkit.rewrites.table import BUFFER_VALUES, DECIDES, GRADIENTS, LOOPS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF
-from exportkit.running.eager import Answer, autocast, kernels_of, sampled_answer
+from exportkit.running.eager import Answer, EagerRunner, autocast, kernels_of, sampled_answer
 from exportkit.running.module_state import modules_kept
-from exportkit.running.program import tensor_placeholders
+from exportkit.running.program import ProgramRunner, tensor_placeholders
 from exportkit.trees import Tree, caches_opened
+from exportkit.trees.tree import dtype_name
 
 _SQUEEZES = tuple(getattr(torch.ops.aten.squeeze, name) for name in ("default", "dim", "dims"))
 
@@ -114,7 +116,7 @@ class TracedProgram:
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
-        names = ", ".join(variable.name for variable in self.plan.variables) or "none"
+        names = ", ".join(self.plan.names) or "none"
         where = f"{self.observation.model_name}.{self.method}"
         return f"TracedProgram({where}, {len(self.input_paths)} inputs, variables: {names})"
 
@@ -122,6 +124,16 @@ class TracedProgram:
     def paths_by_node(self) -> dict[str, str]:
         """The path of the leaf behind each tensor that the program takes, by the name of its node."""
         return dict(zip(tensor_placeholders(self.program), self.input_paths, strict=True))
+
+    @property
+    def eager(self) -> EagerRunner:
+        """The model, run in eager mode."""
+        return EagerRunner(self.model, self.method)
+
+    @property
+    def runner(self) -> ProgramRunner:
+        """The program, run in torch."""
+        return ProgramRunner(self.program, self.input_paths, self.output_paths)
 
     @property
     def stateful(self) -> bool:
@@ -142,12 +154,24 @@ class TracedProgram:
     def half_dtypes(self) -> tuple[str, ...]:
         """The dtypes in half precision in which the program computes something."""
         dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in nodes_in(self.program.graph_module)}
-        return tuple(str(dtype).removeprefix("torch.") for dtype in HALF if dtype in dtypes)
+        return tuple(dtype_name(dtype) for dtype in HALF if dtype in dtypes)
 
     @property
     def wraps(self) -> bool:
         """Whether the graph returns the result of the model together with everything else that a call changes."""
         return isinstance(self.model, WithEffects) and self.model.wraps
+
+    def sized_call(self, sizes: Mapping[str, int]) -> Call:
+        """Returns a call at the given sizes of all variables, as `exportkit.probing.sized_calls.sized_call` does."""
+        return sized_call(self.plan, self.observation, self.defaults, sizes)
+
+    def completed(self, call: Call) -> Call:
+        """Returns a call with the default values for the inputs that it leaves out."""
+        return completed_call(self.plan, self.observation, call, self.defaults.values)
+
+    def answered(self, call: Call) -> Call:
+        """Returns a call for which the model runs, with what it returned, as `run_sized` does."""
+        return run_sized(self.plan, self.model, self.method, call)
 
     def sampled_answer(
         self, question: Callable[[], Answer], is_sure: Callable[[Answer], bool] = lambda _: True
@@ -357,9 +381,8 @@ def _quiet(around: Callable[..., Any] | None) -> Iterator[None]:
     unlogged = replaced_attributes(logging.getLogger("torch._guards"), {"disabled": True})
     checked = replaced_attributes(owner, {name: False})
     quiet = warnings.catch_warnings(action="ignore")
-    with quiet, silent, unlogged, checked, dispatch_restored(), contextlib.ExitStack() as repaired:
+    with quiet, silent, unlogged, checked, dispatch_restored():
         lines = lines_without([branches.__file__])
-        repairs = (module_calls(around), constraints_that_solve(), limits_of_floats(), modes_that_change(), lines)
-        for replacement in repairs:
-            repaired.enter_context(replaced_attributes(*replacement))
-        yield
+        repairs = [module_calls(around), constraints_that_solve(), limits_of_floats(), modes_that_change(), lines]
+        with replaced(attribute_slots(repairs)):
+            yield

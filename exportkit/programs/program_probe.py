@@ -11,20 +11,12 @@ from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, described
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.sizes import settled, solve_sizes
-from exportkit.plan.small_sizes import (
-    sizes_beside,
-    small,
-)
-from exportkit.probing.missing import beyond_rounding, completed_call
+from exportkit.plan.small_sizes import sizes_beside, small
+from exportkit.probing.missing import beyond_rounding
 from exportkit.probing.other_values import scaled, with_other_values
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
-from exportkit.probing.sized_calls import (
-    calls_with_values,
-    run_sized,
-    sized_call,
-    stepwise_outputs,
-)
+from exportkit.probing.sized_calls import calls_with_values, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
@@ -34,7 +26,7 @@ from exportkit.rewrites.model_code import Place
 from exportkit.rewrites.table import DECIDES
 from exportkit.running.compare import Difference, Tensors
 from exportkit.running.masks import Padding
-from exportkit.running.program import ProgramRunner, UnrecordedPath
+from exportkit.running.program import UnrecordedPath
 from exportkit.running.runner import compare_calls, recorded
 
 _SCALES = (0.03, 0.3, 4.0, -0.3, -1.0)  # of floating-point values
@@ -49,7 +41,7 @@ class ProgramProbe:
 
     def __init__(self, traced: TracedProgram) -> None:
         self._traced = traced
-        self._program = ProgramRunner(traced.program, traced.input_paths, traced.output_paths)
+        self._program = traced.runner
         self._known: dict[tuple[int, ...], str | None] = {}
         self._read: dict[tuple[int, ...], SizeReads | None] = {}
         self._settled: list[SizeReads] = []  # runs whose own decisions make no difference
@@ -66,7 +58,7 @@ class ProgramProbe:
         """
         key = tuple(sizes.values())
         if key not in self._known:
-            with warnings.catch_warnings(action="ignore"):  # at sizes that the user did not run
+            with _quiet():
                 self._known[key] = self._traced.sampled_answer(
                     lambda: self._difference(sizes), is_sure=lambda difference: difference == ""
                 )
@@ -75,7 +67,7 @@ class ProgramProbe:
     def _difference(self, sizes: Mapping[str, int]) -> str | None:
         traced = self._traced
         try:
-            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+            call = traced.sized_call(sizes)
         except Exception:  # no call has these sizes
             return None
         answered = self._answered(call)
@@ -87,7 +79,7 @@ class ProgramProbe:
     def _answered(self, call: Call) -> Call | None:
         """The call with what the model returns; None if it raises, as for sizes that it does not accept."""
         try:
-            made = run_sized(self._traced.plan, self._traced.model, self._traced.method, call)
+            made = self._traced.answered(call)
         except Exception:
             return None
         return replace(call.with_tensors(made.tensors()), outputs=made.outputs, latency=made.latency)
@@ -128,10 +120,8 @@ class ProgramProbe:
         traced = self._traced
 
         def is_right(scale: float) -> bool:
-            with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
-                answered = self._answered(
-                    scaled(sized_call(traced.plan, traced.observation, traced.defaults, sizes), scale)
-                )
+            with _quiet(), contextlib.suppress(Exception):
+                answered = self._answered(scaled(traced.sized_call(sizes), scale))
                 return answered is None or not self._difference_in(answered)
             return True
 
@@ -166,8 +156,8 @@ class ProgramProbe:
             reads, found = size_reads(difference, forced)  # none if the program refuses the call
             return found or "", reads
 
-        with warnings.catch_warnings(action="ignore"), contextlib.suppress(ArgumentError):
-            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
+        with _quiet(), contextlib.suppress(ArgumentError):
+            call = traced.sized_call(sizes)
             return untraced_write(traced, call, start, known) or value_branch(call, start, known, compared)
         return ""
 
@@ -189,9 +179,8 @@ class ProgramProbe:
 
     def _by_untraced_branch(self) -> Call | None:
         traced = self._traced
-        usual = sized_call(traced.plan, traced.observation, traced.defaults, traced.sizes)
-        for other in with_other_values(usual):
-            with warnings.catch_warnings(action="ignore"), contextlib.suppress(UnrecordedPath):
+        for other in with_other_values(traced.sized_call(traced.sizes)):
+            with _quiet(), contextlib.suppress(UnrecordedPath):
                 answered = self._answered(other)
                 if answered is not None and self._difference_in(answered):
                     return replace(answered, label="other values")
@@ -208,13 +197,13 @@ class ProgramProbe:
     def _by_values(self, sizes: Mapping[str, int]) -> Call | None:
         traced = self._traced
         plan, observation, defaults = traced.plan, traced.observation, traced.defaults
-        with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
-            call = self._answered(sized_call(plan, observation, defaults, sizes))
+        with _quiet(), contextlib.suppress(Exception):
+            call = self._answered(traced.sized_call(sizes))
             tried = [found for found in sizes_beside(plan, sizes, traced.sizes) if fulfils(traced.domain, (), found)]
             for other in calls_with_values(plan, observation, defaults, call, tried) if call is not None else ():
                 answered = self._answered(other)
                 if answered is not None and self._difference_in(answered):
-                    return replace(answered, label=f"values of {SmallSizes(small(sizes))}")
+                    return replace(answered, label=f"values of {SmallSizes.of(sizes)}")
         return None
 
     def limits(self, sizes: Mapping[str, int], domain: Domain) -> list[SizeCondition]:
@@ -260,11 +249,10 @@ class ProgramProbe:
         traced, key = self._traced, tuple(sizes.values())
 
         def run() -> Call:
-            call = sized_call(traced.plan, traced.observation, traced.defaults, sizes)
-            return run_sized(traced.plan, traced.model, traced.method, call)
+            return traced.answered(traced.sized_call(sizes))
 
         if key not in self._read:
-            with warnings.catch_warnings(action="ignore"):  # from sizes that the user did not run
+            with _quiet():
                 self._read[key] = traced.sampled_answer(lambda: size_reads(run)[0])
         return self._read[key]
 
@@ -275,7 +263,7 @@ class ProgramProbe:
         call of these sizes that gives all of them is compared as well.
         """
         traced, given = self._traced, call.tensors()
-        found = self._outcome(completed_call(traced.plan, traced.observation, call, traced.defaults.values))
+        found = self._outcome(traced.completed(call))
         if not found and any(leaf.path not in given for leaf in traced.plan.leaves):
             found = self.difference(solve_sizes(traced.plan, call.shapes())) or ""
         return found
@@ -285,12 +273,12 @@ class ProgramProbe:
 
         def run(call: Call) -> Tensors:
             answered = self._answered(call)  # with no images, the model may only run without them
-            return {} if answered is None else as_simplified(recorded(answered), joined, ())
+            return {} if answered is None else as_simplified(recorded(answered), joined)
 
         beyond = beyond_rounding(run, self._traced.model, Padding.of_tensors(call.tensors()))
 
         def compare(call: Call, expected: Tensors, got: Tensors) -> Iterable[Difference]:
-            return beyond(call, as_simplified(expected, joined, ()), as_simplified(got, joined, ()))
+            return beyond(call, as_simplified(expected, joined), as_simplified(got, joined))
 
         expected = recorded(call) if returned is None else returned
         (outcome,) = compare_calls(lambda _: expected, self._program, [call], compare)
@@ -299,3 +287,8 @@ class ProgramProbe:
         if outcome.error is not None:
             return f"the program raises {described(outcome.error, 160)}"
         return next((f"{wrong.path or 'output'}: {wrong.reason}" for wrong in outcome.wrong), "")
+
+
+def _quiet() -> warnings.catch_warnings[None]:
+    """Silences warnings, as they come from calls that the user did not make."""
+    return warnings.catch_warnings(action="ignore")

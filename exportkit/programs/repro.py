@@ -27,6 +27,7 @@ from exportkit.plan.plan import Plan
 from exportkit.trees import join
 from exportkit.trees.json_form import dump_tree
 from exportkit.trees.object_parts import named
+from exportkit.trees.tree import dtype_name, is_inexact
 
 _SEED = 0
 # Settings that name a folder on a disk, not an architecture.
@@ -146,11 +147,11 @@ def _without_text(leaf: Any) -> Any:
 
 
 def _tensor_spec(tensor: torch.Tensor) -> dict[str, Any]:
-    numbers = tensor.is_floating_point() or tensor.is_complex() or not tensor.numel()
+    numbers = is_inexact(tensor) or not tensor.numel()
     low, high = (0, 1) if numbers else (int(tensor.min()), int(tensor.max()))
     return {
         "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": dtype_name(tensor.dtype),
         "low": low,
         "high": high,
     }
@@ -167,7 +168,7 @@ def _model_spec(model: torch.nn.Module) -> dict[str, Any]:
         "config_cls": None if config is None else f"{type(model.config).__module__}:{type(model.config).__qualname__}",
         "attention": attention_implementation(getattr(model, "config", None)),
         "arguments": _constructor_arguments(model),
-        "dtype": str(types.pop()).removeprefix("torch.") if len(types) == 1 else None,
+        "dtype": dtype_name(types.pop()) if len(types) == 1 else None,
         "training": model.training,
     }
 

@@ -19,7 +19,7 @@ from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import hold_equal, traced_expression
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.arguments.table import nested_spec
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call, Signature, shapes_of
 from exportkit.calls.observation import Observation
 from exportkit.errors import ExportError
 from exportkit.plan.leaves import is_below
@@ -112,7 +112,7 @@ class TracedMethod:
                 for name, value in given.items()
                 for path, tensor in flatten(value).tensors().items()
             }
-            shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
+            shapes = shapes_of(tensors)
             _tie_sizes(plan, shapes)
             # The counters of caches say what the traced inputs say, so the trace cannot freeze them.
             length = cached_length(plan, shapes)
@@ -316,7 +316,7 @@ def _followed(outputs: Tree, traced: Tree | None) -> tuple[tuple[str, ...], dict
     Raises:
         ExportError: if a Python value among the outputs depends on the inputs in a way that a program cannot follow.
     """
-    leaves = dict(zip(outputs.paths, outputs.leaves, strict=True))
+    leaves = outputs.by_path()
     if traced is None:
         return tuple(path for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor | bool | int | float)), {}
     tensors, numbers = [], {}

@@ -25,7 +25,7 @@ from exportkit.probing.size_reads import SizeReads
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
-from exportkit.rewrites.model_code import is_check, is_idle, is_model_code
+from exportkit.rewrites.model_code import is_check, is_idle, is_model_code, line_text
 
 # A call at other, larger sizes is run if parameters times rows and tokens stay below this, and so do the products of
 # convolutions: about two seconds.
@@ -192,7 +192,7 @@ class Turns:
         for each in list(own)[_MOST_COMPARISONS:]:
             for name, size in sizes.items():
                 stated = f"{name} == {size}"
-                yield Turn(None, name, size, f"{each.place[0]}:{each.place[1]}", is_larger=True, stated=stated)
+                yield Turn(None, name, size, line_text(each.place), is_larger=True, stated=stated)
         code = start.code_beyond(self._known)
         if start.lost() and any(part.compares() for part in code):  # plain numbers that were made of sizes, perhaps
             yield from self._near(code[0].place(), sizes)
@@ -229,7 +229,7 @@ class Turns:
                 other = self._beside(sizes, name, other_size)
                 if other is None or tuple(other.items()) in seen:
                     continue
-                place, is_larger = f"{each.place[0]}:{each.place[1]}", other_size > size
+                place, is_larger = line_text(each.place), other_size > size
                 kept = largest if is_larger else smallest
                 stated = several.get(each)
                 if not self._is_affordable(sizes, other):
@@ -273,7 +273,7 @@ class Turns:
             if other is None or reads is None:
                 return
             if before - reads.decisions():
-                place = f"{unlike[0].place[0]}:{unlike[0].place[1]}"
+                place = line_text(unlike[0].place)
                 stated = " and ".join(f"{name} <= {kept[name]}" for name in names)
                 yield Turn(other, names[0], kept[names[0]], place, is_larger=True, stated=stated)
                 return

@@ -18,7 +18,7 @@ from exportkit.probing.effects import written_arguments
 from exportkit.probing.other_values import with_other_values
 from exportkit.probing.size_reads import SizeReads
 from exportkit.programs.program import TracedProgram
-from exportkit.rewrites.model_code import Place
+from exportkit.rewrites.model_code import Place, line_text
 
 # Says how the program departs from the model for a call, and what the model read, given which branches it takes at some
 # places; empty if it does not depart or the model raises.
@@ -70,5 +70,5 @@ def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compa
             ((outcome, tried),) = outcomes.items()
             difference, _ = compared(tried, {place: not outcome})
             if difference:
-                return f"it branches on the values of a tensor, and only one branch is known ({place[0]}:{place[1]})"
+                return f"it branches on the values of a tensor, and only one branch is known ({line_text(place)})"
     return f"it reads numbers from tensors, which may decide anything ({min(numbers)})" if numbers else ""

@@ -18,7 +18,6 @@ from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.quantised import BITS, Quantised, WeightMatrix
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.switches import RewrittenGraph, SwitchedGraph
-from exportkit.probing.simplify import as_simplified
 from exportkit.proof.differences import hidden_elements
 from exportkit.proof.figures import Figures, figures_of, over_budget, together, worst
 from exportkit.proof.report import Kind
@@ -48,7 +47,7 @@ def cases_of(graph: OnnxGraph, kind: Kind, call: Call) -> Iterator[Case]:
         feeds = OnnxRunner({"": graph}).feeds(*args, **kwargs)
     except Exception:  # the proof, which makes the same call, says why
         return
-    expected = as_simplified(call.outputs.tensors(), graph.contract.joined_outputs, ())
+    expected = graph.contract.simplified(call.outputs.tensors())
     yield Case(kind, feeds, expected, hidden_elements(graph, call))
 
 

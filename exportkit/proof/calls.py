@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from exportkit.arguments.build import build_call, largest_tensors
-from exportkit.arguments.integers import is_integer
 from exportkit.calls.call import Call, number_as_tensor, number_in
 from exportkit.calls.observation import Observation
 from exportkit.errors import InvalidRequestError, described, short_text
@@ -28,7 +27,7 @@ from exportkit.plan.small_sizes import at_pattern, covering, small
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.other_values import scaled, with_wide_values
 from exportkit.probing.simplify import as_simplified
-from exportkit.probing.sized_calls import calls_with_values, run_sized, sized_call
+from exportkit.probing.sized_calls import calls_with_values, run_sized
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
@@ -36,6 +35,7 @@ from exportkit.programs.turns import Affordable
 from exportkit.running.compare import Tensors, outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join
+from exportkit.trees.tree import is_inexact, is_integer
 
 _SEEDS = 1000
 _SCALES = (0.03, 4.0, -1.0)  # of the values in calls of a program that may decide by them
@@ -98,7 +98,7 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
         else:
             yield Call({}, traced.observation.signature, label=label, sizes=sizes, error="outside of the domain")
     patterns = [pattern.sizes for pattern in domain.patterns]
-    yield from small_calls(traced, covering(patterns, covered, [variable.name for variable in plan.variables]))
+    yield from small_calls(traced, covering(patterns, covered, plan.names))
     yield from _short_calls(traced)
     yield from _scaled_calls(traced)
     yield from _absent_calls(traced)
@@ -146,18 +146,18 @@ def _short_calls(traced: TracedProgram) -> Iterator[Call]:
     usual, short = (build_call(plan, observation, sizes, reaching).tensors() for reaching in (True, False))
     changed = {path: tensor for path, tensor in short.items() if not torch.equal(tensor, usual[path])}
     if changed:
-        call = sized_call(plan, observation, traced.defaults, sizes).with_tensors(changed)
+        call = traced.sized_call(sizes).with_tensors(changed)
         with contextlib.suppress(Exception):  # a model may ask for lengths that reach the size
-            yield run_sized(plan, traced.model, traced.method, replace(call, label="integers below sizes"))
+            yield traced.answered(replace(call, label="integers below sizes"))
 
 
 def _scaled_calls(traced: TracedProgram) -> Iterator[Call]:
     """Yields calls with smaller, larger and opposite values, if values may decide what is computed."""
-    call = sized_call(traced.plan, traced.observation, traced.defaults, traced.sizes)
+    call = traced.sized_call(traced.sizes)
     for scale in _SCALES if traced.may_decide_by_values else ():
         other = replace(scaled(call, scale), label=f"values x {scale:g}")
         with contextlib.suppress(Exception):  # the model need not accept them
-            yield run_sized(traced.plan, traced.model, traced.method, other)
+            yield traced.answered(other)
 
 
 def _absent_calls(traced: TracedProgram) -> Iterator[Call]:
@@ -223,7 +223,7 @@ def _calls_in_a_row(traced: TracedProgram) -> Iterator[Call]:
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_inexact(tensor):
         return -tensor
     return tensor.flip(*range(tensor.ndim)) if tensor.ndim else tensor
 
@@ -252,16 +252,16 @@ def call_at(traced: TracedProgram, sizes: Mapping[str, int], label: str) -> Call
         sizes: Sizes of the variables.
         label: What the sizes stand for.
     """
-    plan, observation = traced.plan, traced.observation
+    observation = traced.observation
     failed = Call({}, observation.signature, label=label, sizes=sizes)
     try:
-        call = _with_other_numbers(sized_call(plan, observation, traced.defaults, sizes), observation)
+        call = _with_other_numbers(traced.sized_call(sizes), observation)
     except Exception as error:
         return replace(failed, error=f"no call can be built: {short_text(error)}")
     if call.seed is not None:
         call = replace(call, seed=zlib.crc32(label.encode()) % _SEEDS)
     try:
-        return run_sized(plan, traced.model, traced.method, replace(call, label=label))
+        return traced.answered(replace(call, label=label))
     except Exception as error:
         return replace(failed, error=f"the model itself raises {described(error, 240)}")
 

@@ -17,7 +17,6 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
-from exportkit.probing.simplify import as_simplified
 from exportkit.proof.figures import Figures, figures_of
 from exportkit.proof.half import farther_from_float32, most_allowed
 from exportkit.proof.leeway import call_name, hidden_by_padding, measurements
@@ -44,8 +43,7 @@ def output_differences(graph: OnnxGraph, call: Call, expected: Tensors, got: Ten
         expected: What the model returned, by path.
         got: What the graph returned, by path.
     """
-    joined = graph.contract.joined_outputs
-    expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
+    expected, got = graph.contract.simplified(expected), graph.contract.simplified(got)
     if graph.session.in_float32:
         expected, got = _in_float32(expected), _in_float32(got)
     is_near = graph.eager is not None and (graph.placement is None or graph.placement.is_cpu)
@@ -91,7 +89,7 @@ def value_differences(graph: OnnxGraph, expected: Tree, got: Tree) -> Iterator[D
         expected: What the model returned.
         got: What the graph returned.
     """
-    wanted, found = (dict(zip(tree.paths, tree.leaves, strict=True)) for tree in (expected, got))
+    wanted, found = expected.by_path(), got.by_path()
     computed = [path for path in graph.contract.numbers if path in wanted or path in found]
     are_equal = _are_close if graph.contract.quantised is None else _are_alike
     for path in computed:
@@ -133,8 +131,7 @@ def lossy_differences(
         got: What the graph returned, by path.
         figures: Takes how far each output is from the model's, by path.
     """
-    joined = graph.contract.joined_outputs
-    expected, got = as_simplified(expected, joined, ()), as_simplified(got, joined, ())
+    expected, got = graph.contract.simplified(expected), graph.contract.simplified(got)
     hidden = hidden_elements(graph, call)
     for found in compare_outputs(expected, got, exactly=True, bound=fixed_bound(math.inf, math.inf)):
         path = found.path

@@ -16,10 +16,10 @@ import torch
 
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import OnnxGraph
-from exportkit.probing.simplify import as_simplified
 from exportkit.proof.figures import figures_of, worst
 from exportkit.running.bounds import HALF, Bound, half_bound, index_means, usual_bound
 from exportkit.running.compare import Tensors, elements_apart
+from exportkit.trees.tree import dtype_name
 
 # The graph's error may be this many times the model's: of all elements, and of those at the worst index of an axis.
 # docs/proof.rst has the largest that were measured.
@@ -33,11 +33,11 @@ def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
         graph: The graph; nothing is known if the model is not at hand.
     """
     figures = []
-    for call in graph.observation.calls if graph.observation.has_values else ():
+    for call in graph.observation.calls_with_values:
         expected, got = _in_float32(graph, call), call.outputs.tensors()
         figures.append({p: figures_of(t, got[p].to(t.dtype), None, False) for p, t in expected.items() if p in got})
     if any(figures):
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in graph.half_dtypes]
+        dtypes = [dtype_name(dtype) for dtype in graph.half_dtypes]
         yield (
             f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are "
             f"{max(worst(found).error for found in figures if found):.2g} from those in float32, relative to these, "
@@ -106,5 +106,5 @@ def _in_float32(graph: OnnxGraph, call: Call) -> Mapping[str, torch.Tensor]:
         return {}
     given = {path: tensor.float() for path, tensor in call.tensors().items() if tensor.dtype in HALF}
     with contextlib.suppress(Exception):  # the model need not run in float32
-        return as_simplified(runner(call.with_tensors(given)), graph.contract.joined_outputs, ())
+        return graph.contract.simplified(runner(call.with_tensors(given)))
     return {}

@@ -24,11 +24,11 @@ from exportkit._torch_compat.rounding import rounding_varied
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.plan.plan import Plan
-from exportkit.probing.simplify import as_simplified
 from exportkit.proof.half import most_allowed
 from exportkit.running.bounds import Bound, local_scale, magnitudes, rounding_bound, usual_bound
 from exportkit.running.compare import Tensors, compare_tensors, elements_apart
 from exportkit.running.masks import Visible, find_masks, visible_positions, visible_tail
+from exportkit.trees.tree import is_inexact
 
 # Runs that round differently, at most. A decision that depends on the last bit goes either way in half of them. In half
 # precision there are so many such decisions that four runs do not meet all; and of millions of elements, some move
@@ -48,7 +48,7 @@ def measure(graph: OnnxGraph) -> None:
     """
     for call in (*graph.observation.calls, *(graph.unseen or ())):
         if call.is_made:
-            expected = as_simplified(call.outputs.tensors(), graph.contract.joined_outputs, ())
+            expected = graph.contract.simplified(call.outputs.tensors())
             for measured in measurements(graph, call, expected, runs=0):
                 graph.measured[call_name(call)] = measured
 
@@ -68,14 +68,14 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | No
         runs: How many runs may round differently; by default four, eight if the model returns a million elements, or
             twelve of a model in half precision.
     """
-    run, joined = graph.eager, graph.contract.joined_outputs
+    run = graph.eager
     if run is None:
         return
     weights = [*run.model.parameters(), *run.model.buffers()]
 
     def outputs(seed: int, errors: float) -> tuple[Tensors, bool]:
         with rounding_varied(seed, weights, errors) as rounding:
-            return as_simplified(run(call), joined, ()), rounding.chooses
+            return graph.contract.simplified(run(call)), rounding.chooses
 
     most = usual_bound if runs == 0 else most_allowed(graph)
     if runs is None:
@@ -88,7 +88,7 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | No
         base, chooses = outputs(0, 0.0)
         ties: dict[str, torch.Tensor] = {}
         if chooses:
-            plain = as_simplified(run(call), joined, ())
+            plain = graph.contract.simplified(run(call))
             ties = {p: t for p, t in base.items() if _same(expected[p], plain[p]) and not _same(plain[p], t)}
             if ties:
                 yield MeasuredCall(ties, found)
@@ -106,12 +106,14 @@ def hidden_by_padding(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
         graph: The graph, with the model at hand.
         call: The call, with what the model returned.
     """
-    joined, found = graph.contract.joined_outputs, dict[str, torch.Tensor]()
-    returned = as_simplified(call.outputs.tensors(), joined, ())
-    for mask, visible in _maskings(graph, call) if graph.eager is not None else ():
-        changed = _with_other_padding(graph.contract.plan, call, mask, visible)
-        if changed is not None and graph.eager is not None:
-            hidden = _arbitrary(returned, as_simplified(graph.eager(changed), joined, ()), visible)
+    eager, contract, found = graph.eager, graph.contract, dict[str, torch.Tensor]()
+    if eager is None:
+        return found
+    returned = contract.simplified(call.outputs.tensors())
+    for mask, visible in _maskings(graph, call):
+        changed = _with_other_padding(contract.plan, call, mask, visible)
+        if changed is not None:
+            hidden = _arbitrary(returned, contract.simplified(eager(changed)), visible)
             found |= {path: torch.maximum(tensor, found.get(path, tensor)) for path, tensor in hidden.items()}
     return found
 
@@ -139,7 +141,7 @@ def _allowed(
     Results in half precision move by as much as is usual, or more, throughout. These may then be off by 16 times what
     they moved, within a larger bound, as `farther_from_float32` looks at them together.
     """
-    if base.is_floating_point() or base.is_complex():
+    if is_inexact(base):
         # One run moves one element by little, and another one by more, as chance has it: the elements around it count,
         # in numbers and in parts of their scale, without those that moved because a decision was made differently.
         usual = usual_bound(base)
@@ -215,7 +217,7 @@ def _others(tensor: torch.Tensor, placeholders: Sequence[int]) -> torch.Tensor:
     """Values that differ from those of a tensor, except for placeholders, and are among them or close by."""
     if tensor.dtype is torch.bool:
         return ~tensor
-    if tensor.is_floating_point() or tensor.is_complex():
+    if is_inexact(tensor):
         return torch.where(tensor == 0, 1.0, -tensor).to(tensor.dtype)
     fixed = torch.isin(tensor, torch.tensor(placeholders, dtype=tensor.dtype, device=tensor.device))
     values = tensor[~fixed].unique()

@@ -23,11 +23,6 @@ from exportkit.proof.report import Row
 RowOf = Callable[[Call], Row]
 
 
-def is_wrong(row: Row) -> bool:
-    """Returns whether a call returns something other than the model does, or nothing."""
-    return row.status in ("differs", "refused")
-
-
 def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[Row, Call]], row_of: RowOf) -> list[Row]:
     """Returns the rows at unseen sizes, without those that were in the domain because nothing differs in torch.
 
@@ -54,7 +49,7 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
         rows[number] = _outside(row)
 
     for number, (row, call) in enumerate(unseen):
-        if is_wrong(row) and (not small(row.sizes) or small(row.sizes) in map(small, kept)):
+        if row.is_wrong and (not small(row.sizes) or small(row.sizes) in map(small, kept)):
             required = domain.requiring(row.sizes, kept)
             if required != domain:
                 new = [condition.text for condition in required.conditions if condition not in domain.conditions]
@@ -65,23 +60,23 @@ def narrowed(graph: OnnxGraph, recorded: Sequence[Row], unseen: Sequence[tuple[R
                 domain = required
                 leave(number, f"sizes without {' and '.join(new)}")
     for number, row in enumerate(rows):
-        if is_wrong(row) and not domain.check.contains(row.sizes):
+        if row.is_wrong and not domain.check.contains(row.sizes):
             rows[number] = _outside(row)
     suspects = [
         (number, call)
         for number, (row, call) in enumerate(unseen)
-        if is_wrong(rows[number]) and small(row.sizes) and small(row.sizes) not in map(small, kept)
+        if rows[number].is_wrong and small(row.sizes) and small(row.sizes) not in map(small, kept)
     ]
     for _, call in suspects:  # which grows: of several small sizes, one alone may be the reason
         for tried in _fewer_small(graph, call.sizes) if not _is_any_wrong(recorded, rows) else ():
-            found = _wrong_beside(graph, call, tried, str(SmallSizes(small(call.sizes))), row_of)
+            found = _wrong_beside(graph, call, tried, str(SmallSizes.of(call.sizes)), row_of)
             if found is not None and small(found[1].sizes) not in [small(other.sizes) for _, other in suspects]:
                 suspects += [(len(rows), found[1])] if small(found[1].sizes) else []
                 rows.append(found[0])
     if not _is_any_wrong(recorded, rows):
-        proven = [small(row.sizes) for row in (*recorded, *rows) if row.status in ("proven", "measured")]
+        proven = [small(row.sizes) for row in (*recorded, *rows) if row.is_right]
         for number, call in suspects:
-            leave(number, str(SmallSizes(small(call.sizes))))
+            leave(number, str(SmallSizes.of(call.sizes)))
             proven = [pattern for pattern in proven if pattern != small(call.sizes)]
         if suspects:
             domain = replace(domain, patterns=tuple(p for p in domain.patterns if p.sizes in proven))
@@ -125,16 +120,16 @@ def _beyond_conditions(
     """Yields the counterparts without small sizes of wrong calls that also break a waived condition, if wrong too."""
     plan, domain, kept = graph.contract.plan, graph.contract.domain, [row.sizes for row in recorded]
     for row, call in unseen:
-        if is_wrong(row) and small(row.sizes) and domain.requiring(row.sizes, kept) != domain:
+        if row.is_wrong and small(row.sizes) and domain.requiring(row.sizes, kept) != domain:
             tried = sizes_beside(plan, call.sizes, graph.contract.sizes)
-            found = _wrong_beside(graph, call, tried, str(SmallSizes(small(call.sizes))), row_of)
+            found = _wrong_beside(graph, call, tried, str(SmallSizes.of(call.sizes)), row_of)
             if found is not None and not small(found[1].sizes):
                 yield found
 
 
 def _is_any_wrong(recorded: Sequence[Row], rows: Sequence[Row]) -> bool:
     """Whether a recorded call, or one without small sizes, is wrong: then small sizes are not the reason."""
-    return any(is_wrong(row) for row in (*recorded, *rows) if row.kind == "recorded" or not small(row.sizes))
+    return any(row.is_wrong for row in (*recorded, *rows) if row.kind == "recorded" or not small(row.sizes))
 
 
 def _fewer_small(graph: OnnxGraph, sizes: Mapping[str, int]) -> Iterator[list[dict[str, int]]]:
@@ -152,4 +147,4 @@ def _wrong_beside(
 ) -> tuple[Row, Call] | None:
     """The first of calls with the same kind of values at other sizes that is wrong, with its row."""
     found = ((row_of(other), other) for other in calls_beside(graph, call, tried, label))
-    return next(((row, other) for row, other in found if is_wrong(row)), None)
+    return next(((row, other) for row, other in found if row.is_wrong), None)

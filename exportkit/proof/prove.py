@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, RuntimeFailure, short_text
+from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, RuntimeFailure, first_line, short_text
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
@@ -30,14 +30,12 @@ from exportkit.proof.differences import lossy_differences, output_differences, v
 from exportkit.proof.figures import Figures
 from exportkit.proof.half import distance_from_float32
 from exportkit.proof.leeway import call_name
-from exportkit.proof.narrow import is_wrong, narrowed, without_pattern
+from exportkit.proof.narrow import narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.running.compare import Difference, Tensors
-from exportkit.running.eager import run_eager
-from exportkit.running.program import ProgramRunner, UnrecordedPath
+from exportkit.running.eager import answered
+from exportkit.running.program import UnrecordedPath
 from exportkit.running.runner import Returned, Runner, compare_calls
-from exportkit.running.session import first_line
-from exportkit.trees import flatten
 
 _ENOUGH_UNSEEN = 3
 STEPWISE = "equals the model token by token; with several tokens at once, the model forgets its state"
@@ -112,8 +110,7 @@ def _proof(
         return replace(report, rows=tuple(rows), findings=findings, parts=parts, attempts=attempts)
     numbered = []
     for name, graph in runner.graphs.items():
-        calls = graph.observation.calls if graph.observation.has_values else ()
-        for number, call in zip(runner.split.calls[name], calls, strict=False):
+        for number, call in zip(runner.split.calls[name], graph.observation.calls_with_values, strict=False):
             sizes = solve_sizes(graph.contract.plan, call.shapes())
             row = Row("recorded", f"{number} ({name})", sizes, "proven")
             made = as_made(graph.contract.plan, call)
@@ -143,7 +140,7 @@ def _known(graph: OnnxGraph, call: Call) -> Call:
             where="data",
             hint="verify the graph where the model is at hand, which then runs the calls again.",
         )
-    return replace(call, outputs=flatten(run_eager(graph.eager.model, graph.eager.method, call)))
+    return answered(graph.eager.model, graph.eager.method, call)
 
 
 def _application_rows(runner: OnnxRunner) -> Iterator[Row]:
@@ -182,7 +179,7 @@ def problems_of(traced: TracedProgram, unseen: bool) -> tuple[str, ...]:
 def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Report:
     rows = []
     with stage("verify") as tell:
-        for call in graph.observation.calls if graph.observation.has_values else ():
+        for call in graph.observation.calls_with_values:
             tell(f"recorded call {call.index}")
             sizes = solve_sizes(graph.contract.plan, call.shapes())
             row = Row("recorded", str(call.index), sizes, "proven")
@@ -195,7 +192,7 @@ def _graph_report(graph: OnnxGraph, unseen: bool, locate: Locate | None) -> Repo
         for call in others if unseen else ():
             tell(f"unseen sizes, {call.label}")
             further.append((row_of(call), call))
-        if graph.traced is not None and any(is_wrong(row) and small(row.sizes) for row, _ in further):
+        if graph.traced is not None and any(row.is_wrong and small(row.sizes) for row, _ in further):
             # one row no longer speaks for several patterns
             seen = [small(row.sizes) for row in (*rows, *(row for row, _ in further))]
             left = [p.sizes for p in graph.contract.domain.patterns if p.sizes not in seen]
@@ -244,9 +241,9 @@ def _unseen_row(graph: OnnxGraph, call: Call, locate: Locate | None) -> Row:
         with contextlib.suppress(Exception):
             expected = stepwise_outputs(graph.traced.plan, graph.traced.model, graph.traced.method, call)
             stepwise = found if expected is None else _row(graph, proven, call, expected)
-            if not is_wrong(stepwise):
+            if not stepwise.is_wrong:
                 return replace(stepwise, where=STEPWISE)
-    if not is_wrong(found):
+    if not found.is_wrong:
         return found
     if found.status == "refused" and (reason := _unrecorded_path(graph, call)):
         return replace(row, status="outside", where=reason)
@@ -257,7 +254,7 @@ def _unrecorded_path(graph: OnnxGraph, call: Call) -> str:
     """Where the model decides by values as in no recorded call, which a graph refuses; empty if it does not."""
     if graph.traced is not None:
         try:
-            ProgramRunner(graph.traced.program, graph.traced.input_paths, graph.traced.output_paths)(call)
+            graph.traced.runner(call)
         except UnrecordedPath as error:
             return first_line(error)
         except Exception:

@@ -183,8 +183,7 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
 
 def _cases(graph: OnnxGraph, given: Sequence[Call]) -> Iterator[Case]:
     """Yields the calls at which a budget has to hold."""
-    recorded = graph.observation.calls if graph.observation.has_values else ()
-    for call in recorded:
+    for call in graph.observation.calls_with_values:
         yield from cases_of(graph, "recorded", as_made(graph.contract.plan, call))
     for call in given:
         yield from cases_of(graph, "given", call)

@@ -12,7 +12,16 @@ import torch
 from exportkit.errors import InvalidRequestError
 from exportkit.json_data import as_json_data
 from exportkit.onnx_files.quantised import Quantised
-from exportkit.plan.tables import aligned, first_of, html_details, html_lines, html_of, html_table, html_verdict
+from exportkit.plan.tables import (
+    aligned,
+    first_of,
+    html_details,
+    html_lines,
+    html_of,
+    html_table,
+    html_verdict,
+    sizes_text,
+)
 from exportkit.proof.figures import Figures, layer_table, over_budget, together, worst
 
 _SHOWN_PROBLEMS = 3
@@ -75,6 +84,16 @@ class Row:
     outputs: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, Figures] = field(default_factory=dict)
     locator: Callable[[torch.nn.Module | None], Divergence] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the graph returns what the model does, or about that if it is quantised."""
+        return self.status in ("proven", "measured")
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the graph returns something other than the model does, or nothing."""
+        return self.status in ("differs", "refused")
 
     def locate(self, model: torch.nn.Module | None = None) -> Divergence:
         """Returns the module, line and node where this call begins to differ from the model.
@@ -145,14 +164,14 @@ class Report:
 
     def problems(self) -> tuple[str, ...]:
         """Returns the reasons why nothing is proven, one sentence each."""
-        wrong = [row for row in self.rows if row.status in ("differs", "refused")]
+        wrong = [row for row in self.rows if row.is_wrong]
         found = [f"{row.kind} call {row.label}: {row.status}, {row.where}" for row in wrong]
         recorded = [row for row in self.rows if row.kind == "recorded"]
         found += [f"recorded call {r.label}: {r.where}" for r in recorded if r.status == "no call"]
         has_calls = any(row.kind != "application" for row in self.rows)
         if not recorded and (has_calls or not self.parts):  # several modules have a report each, and no calls besides
             found.append("no recorded call was checked")
-        proven = sum(row.status in ("proven", "measured") for row in self.rows if row.kind == "unseen")
+        proven = sum(row.is_right for row in self.rows if row.kind == "unseen")
         if proven < self.expected_unseen:
             found.append(f"only {proven} of {self.expected_unseen} unseen combinations of sizes could be proven")
         if self.quantised is not None:
@@ -243,7 +262,6 @@ class Report:
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str]:
-    sizes = ", ".join(f"{name} {size}" for name, size in row.sizes.items())
     absolute = "" if row.absolute != row.absolute else f"{row.absolute:.1e}"
     where = row.where or (worst(row.figures).text if row.figures else "")
-    return f"{row.kind} {row.label}", sizes, row.status, absolute, where
+    return f"{row.kind} {row.label}", sizes_text(row.sizes), row.status, absolute, where

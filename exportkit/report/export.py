@@ -19,10 +19,10 @@ from exportkit.folder.folder import MANIFEST, REPORT_JSON, read_manifest
 from exportkit.json_data import parse_json, read
 from exportkit.plan.leaves import listed
 from exportkit.plan.plan import Plan
-from exportkit.plan.tables import first_of
+from exportkit.plan.tables import count, first_of
 from exportkit.plan.text import alike_leaves, seen_shapes
 from exportkit.programs.kinds import Split
-from exportkit.report.render import count, render, seconds, size
+from exportkit.report.render import render, seconds, size
 
 _INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|$)")
 _STAGES = ("plan", "arguments", "export", "domain", "onnx", "verify")

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from exportkit.plan.tables import count
+
 _TEMPLATES = Path(__file__).with_name("templates")
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -69,8 +71,3 @@ def difference(value: float | str | None) -> str:
     if value is None or math.isnan(float(value)):
         return "–"
     return "0" if value == 0 else f"{float(value):.1e}"
-
-
-def count(number: int, one: str, several: str = "") -> str:
-    """Formats a number with its noun, such as ``1 call`` or ``3 calls``."""
-    return f"{number} {one if number == 1 else several or one + 's'}"

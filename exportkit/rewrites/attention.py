@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,10 +11,7 @@ import torch
 from exportkit._torch_compat.modules import causal_mask_detection, forward_parameters, has_hooks
 from exportkit._torch_compat.traced_values import asserted
 from exportkit._torch_compat.transformers import ATTENTION_STORED, attention_functions
-from exportkit.overrides import Attribute, Item, original_attribute, replaced, replaced_attributes
-
-_Context = contextlib.AbstractContextManager[None]
-
+from exportkit.overrides import Attribute, Item, Replacing, original_attribute, replaced, replaced_attributes
 
 # The check for causal masks
 #
@@ -29,7 +25,7 @@ def has_torch_transformer(model: torch.nn.Module, _arguments: Mapping[str, Any])
     return any(isinstance(module, stacks) for module in model.modules())
 
 
-def skipped_causal_check(_model: torch.nn.Module) -> _Context:
+def skipped_causal_check(_model: torch.nn.Module) -> Replacing:
     """Treats a mask as causal only if the caller declares it."""
     owner, name = causal_mask_detection()
 
@@ -52,7 +48,7 @@ def _leaves_padding_out(module: Any) -> bool:
     return bool(module.use_nested_tensor) and not layers[0].training
 
 
-def zeros_at_padding(_model: torch.nn.Module) -> _Context:
+def zeros_at_padding(_model: torch.nn.Module) -> Replacing:
     """Puts zeros in place of padding behind the sequences, as in eager mode without gradients."""
     forward = original_attribute(torch.nn.TransformerEncoder, "forward")
 
@@ -78,7 +74,7 @@ def zeros_at_padding(_model: torch.nn.Module) -> _Context:
 # see no key, where they return numbers otherwise. The kernel of a layer also takes a mask of numbers for a boolean one.
 
 
-def nan_for_hidden_rows(_model: torch.nn.Module) -> _Context:
+def nan_for_hidden_rows(_model: torch.nn.Module) -> Replacing:
     """Makes torch's own attention return NaN for queries without a key where its kernels for inference do."""
     layer, attention = torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention
     run_layer, attend = original_attribute(layer, "forward"), original_attribute(attention, "forward")
@@ -165,7 +161,7 @@ def _sees_nothing(query: torch.Tensor, pairs: torch.Tensor | None, keys: torch.T
 TOP_K_METHOD = "prepare_dynamic_mask"
 
 
-def symbolic_top_k(model: torch.nn.Module) -> _Context:
+def symbolic_top_k(model: torch.nn.Module) -> Replacing:
     """Makes attention with a dynamic mask pick its top keys in the same way for few keys and for many."""
     classes = {type(module) for module in model.modules() if hasattr(module, TOP_K_METHOD)}
     return replaced(
@@ -213,12 +209,12 @@ def has_grids(arguments: Mapping[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.ndim == 2 for value in grids)
 
 
-def packed_attention(model: torch.nn.Module) -> _Context:
+def packed_attention(model: torch.nn.Module) -> Replacing:
     """Makes modules that attend within segments use a mask instead of a loop."""
     return masked_segments([module.config for module in model.modules() if _is_packed(module)])
 
 
-def masked_segments(configs: Iterable[Any]) -> _Context:
+def masked_segments(configs: Iterable[Any]) -> Replacing:
     """Makes models with these configs attend within segments by `attend_in_segments`."""
     chosen = [(Attribute(config, ATTENTION_STORED), _SEGMENTS) for config in configs]
     return replaced([(Item(attention_functions(), _SEGMENTS), attend_in_segments), *chosen])

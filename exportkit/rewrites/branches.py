@@ -37,12 +37,12 @@ from exportkit._torch_compat.traced_values import (
     value_error,
 )
 from exportkit.overrides import Attribute, replaced, replaced_attributes, with_imports
-from exportkit.rewrites.model_code import EXPORTKIT, TORCH, Place, is_model_code, value_to_pass
+from exportkit.rewrites.model_code import EXPORTKIT, TORCH, Place, is_model_code, line_text, value_to_pass
 
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
-OWN_FILES = f"{EXPORTKIT}{os.sep}"
-REWRITES = f"{Path(__file__).parent}{os.sep}"  # which take the place of functions of the model
+_OWN_FILES = f"{EXPORTKIT}{os.sep}"
+_REWRITES = f"{Path(__file__).parent}{os.sep}"  # which take the place of functions of the model
 _OFTEN = 300  # decisions of one line in one call; `while mask.any()` does not end if it goes on in every case
 
 
@@ -109,7 +109,7 @@ def decisions_made(
     def decide(place: Place, found: torch.Tensor) -> bool | None:
         if place in checks and forced is not None:
             condition = found.detach().reshape(()).bool()
-            asserted(condition if forced[place] else ~condition, f"the check in {place[0]}:{place[1]}")
+            asserted(condition if forced[place] else ~condition, f"the check in {line_text(place)}")
         if forced is not None:
             return forced.get(place)
         return vars(found)[_MASK][1] == "any" if hasattr(found, _MASK) else None
@@ -144,7 +144,7 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
             frame = sys._getframe(1)
             if is_asking or self.numel() != 1 or (real.__name__ == "item" and not hasattr(self, _MASK)):
                 return real(self)
-            if frame.f_code.co_filename.startswith(OWN_FILES) and not frame.f_code.co_filename.startswith(REWRITES):
+            if is_own_code(frame.f_code.co_filename):
                 return real(self)  # exportkit compares values for itself
             is_asking = True
             try:
@@ -160,6 +160,11 @@ def deciding(decide: Callable[[Place, torch.Tensor], bool | None]) -> contextlib
     return replaced(with_imports(made))
 
 
+def is_own_code(file: str) -> bool:
+    """Returns whether a file is exportkit's own, other than one whose functions take the place of the model's."""
+    return file.startswith(_OWN_FILES) and not file.startswith(_REWRITES)
+
+
 def frame_asking(frame: FrameType) -> FrameType:
     """Returns the frame that asks for a value.
 
@@ -167,7 +172,7 @@ def frame_asking(frame: FrameType) -> FrameType:
     is 0 in ``__bool__``.
     """
     while frame.f_back is not None and (
-        frame.f_code.co_name == "__bool__" or frame.f_code.co_filename.startswith(OWN_FILES)
+        frame.f_code.co_name == "__bool__" or frame.f_code.co_filename.startswith(_OWN_FILES)
     ):
         frame = frame.f_back
     return frame

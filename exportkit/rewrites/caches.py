@@ -6,7 +6,6 @@ both, so that its graph would serve prefill or decoding, but not the two.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -19,6 +18,7 @@ from exportkit._torch_compat.modules import forward_of
 from exportkit._torch_compat.transformers import REDUCED_MASK, cache_class, causal_mask_shortcut
 from exportkit.overrides import (
     Attribute,
+    Replacing,
     classes_of,
     namespaces,
     original_attribute,
@@ -28,7 +28,6 @@ from exportkit.overrides import (
 )
 
 Adapted = tuple[dict[str, Any], Callable[[Any], Any]]  # arguments of a traced call, and what completes its result
-_Context = contextlib.AbstractContextManager[None]
 
 
 # Sliding windows
@@ -51,7 +50,7 @@ def _has_window(config: Any) -> bool:
     return makes_caches and (kinds is None or any("sliding" in str(kind) for kind in kinds))
 
 
-def symbolic_windows(_model: torch.nn.Module) -> _Context:
+def symbolic_windows(_model: torch.nn.Module) -> Replacing:
     """Keeps the lengths of sliding-window layers symbolic.
 
     The counter comes from the inputs (the caller of the trace sets it), lengths are those of the tensors, and the slice
@@ -145,7 +144,7 @@ def has_cross_cache(_model: torch.nn.Module, arguments: Mapping[str, Any]) -> bo
     return states is not None and any(layers[0].keys.shape[2] != states.shape[1] for layers in caches)
 
 
-def masks_over_states(model: torch.nn.Module) -> _Context:
+def masks_over_states(model: torch.nn.Module) -> Replacing:
     """Makes masks cover all states of the encoder, where the model would make them for those that it gets.
 
     Audio encoders take the mask that they are given for one over their states, and a decoder that is given no mask
@@ -248,7 +247,7 @@ def asks_for_first_call(model: torch.nn.Module, arguments: Mapping[str, Any]) ->
     return any(code is not None and _QUESTION in code.co_names for code in codes)
 
 
-def always_first(_model: torch.nn.Module) -> _Context:
+def always_first(_model: torch.nn.Module) -> Replacing:
     """Makes every cache say that it is empty."""
     return replaced_attributes(cache_class("Cache"), {_QUESTION: property(lambda _: False)})
 

@@ -21,7 +21,7 @@ ExecutionPath = Mapping[Place, Sequence[bool]]  # what each place decides, in th
 
 
 @contextlib.contextmanager
-def path_noted(of_numbers: Collection[Place] = ()) -> Iterator[dict[Place, list[bool]]]:
+def path_noted(of_numbers: Collection[Place]) -> Iterator[dict[Place, list[bool]]]:
     """Notes the execution path of a call.
 
     Args:

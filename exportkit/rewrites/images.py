@@ -15,11 +15,8 @@ import torch
 from exportkit._torch_compat.modules import forward_parameters
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.transformers import as_encoder_forward
-from exportkit.overrides import Attribute, replaced, replaced_attributes, replaced_functions
+from exportkit.overrides import Attribute, Replacing, replaced, replaced_attributes, replaced_functions
 from exportkit.rewrites.attention import masked_segments
-
-_Context = contextlib.AbstractContextManager[None]
-
 
 # Tiles
 #
@@ -41,7 +38,7 @@ def has_tiles(model: torch.nn.Module, arguments: Mapping[str, Any]) -> bool:
     return any(_packs_the_same(module, sizes) for module in _packers(model))
 
 
-def tiles_in_graph(model: torch.nn.Module) -> _Context:
+def tiles_in_graph(model: torch.nn.Module) -> Replacing:
     """Packs tiles by one selection, and sends all tiles of all images through the encoder."""
     slots: list[tuple[Attribute, Any]] = []
     for module in _packers(model):

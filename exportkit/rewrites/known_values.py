@@ -23,6 +23,7 @@ from exportkit._torch_compat.size_arithmetic import quotient_parts
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH
+from exportkit.trees.tree import is_inexact
 
 _LARGEST = 1024
 _READS = {"__bool__", "__float__", "__index__", "__int__", "__len__", "item", "tolist"}
@@ -171,7 +172,7 @@ class KnownValues(TorchFunctionMode):
             return value
         number = self._known[id(value)][1]
         if isinstance(number, torch.Tensor):
-            is_whole = number.numel() == 1 and not (number.is_floating_point() or number.is_complex())
+            is_whole = number.numel() == 1 and not is_inexact(number)
             number = int(number) if is_whole and number.dtype is not torch.bool else None
         if self._is_written or value.is_floating_point() or not isinstance(number, int | torch.SymInt):
             return value

@@ -21,7 +21,7 @@ import torch
 from exportkit._torch_compat.size_arithmetic import slices_of_any_length
 from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit.overrides import Attribute, classes_of, replaced, replaced_attributes, with_imports
+from exportkit.overrides import Attribute, attribute_slots, classes_of, replaced, replaced_attributes, with_imports
 from exportkit.rewrites.loop_positions import Position, beyond
 from exportkit.rewrites.symbolic_lists import Numbers, Parts, Repeated, SymbolicList, range_limits
 
@@ -62,12 +62,11 @@ def symbolic_lengths(
     rnn = torch.nn.utils.rnn
     replacements.append((Attribute(rnn, "pad_sequence"), _padding(rnn.pad_sequence)))
     replacements += [(Attribute(torch.SymInt, name), _repeating(name)) for name in ("__mul__", "__rmul__")]
-    owner, attributes = slices_of_any_length()
-    replacements += [(Attribute(owner, name), value) for name, value in attributes.items()]
+    replacements += attribute_slots([slices_of_any_length()])
     return replaced(with_imports(replacements))
 
 
-def own_modules(model: torch.nn.Module, called: Sequence[ModuleType] = ()) -> list[ModuleType]:
+def own_modules(model: torch.nn.Module, called: Sequence[ModuleType]) -> list[ModuleType]:
     """Returns the Python modules with the code of a model: of its classes, its methods and the functions they call.
 
     Args:

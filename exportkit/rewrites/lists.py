@@ -28,7 +28,7 @@ from exportkit._torch_compat.size_arithmetic import decided_extreme, orders_of_p
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import list_device_constructors, traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
-from exportkit.overrides import Attribute, original_attribute, replaced, with_imports
+from exportkit.overrides import Attribute, Replacing, attribute_slots, original_attribute, replaced, with_imports
 from exportkit.rewrites.flexible_attention import flexible_attention
 from exportkit.rewrites.fourier import INVERSE_TRANSFORMS
 from exportkit.rewrites.packed_sequences import PACK
@@ -40,7 +40,6 @@ from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicLi
 aten = torch.ops.aten
 _ALIGNED = "_nested_tensor_from_mask_left_aligned"  # asked by an encoder that may leave padding out
 
-_Context = contextlib.AbstractContextManager[None]
 _LISTING = {"unbind", "tolist", "split", "split_with_sizes"}
 
 
@@ -86,7 +85,7 @@ class ListingNoted(TorchFunctionMode):
         return args[0].ndim > 0 and args[0].shape[0] in self._sizes
 
 
-def lists_of_one(_model: torch.nn.Module) -> _Context:
+def lists_of_one(_model: torch.nn.Module) -> Replacing:
     """Replaces methods so that lists along an axis of symbolic length have one element."""
     methods = {"__iter__": _iter, "__len__": _len, "split": _split}
     functions = [(Attribute(torch, "split"), _torch_split), (Attribute(torch, "as_tensor"), _as_tensor)]
@@ -165,8 +164,7 @@ def operators_at_any_length(tracing: bool = False) -> contextlib.AbstractContext
     )
     attributes += [views_as_given(), orders_of_products(), conversions_left_out()]
     attributes.append((torch.SymInt, {name: decided_extreme(name) for name in ("__sym_max__", "__sym_min__")}))
-    replacements = [(Attribute(owner, name), value) for owner, made in attributes for name, value in made.items()]
-    return replaced(with_imports(replacements))
+    return replaced(with_imports(attribute_slots(attributes)))
 
 
 def _max_pool1d(
@@ -200,7 +198,7 @@ class ImplementationOfExperts:
         self.model.set_experts_implementation(implementation)
 
 
-def batched_experts(model: torch.nn.Module) -> _Context:
+def batched_experts(model: torch.nn.Module) -> Replacing:
     """Chooses the implementation that can be exported."""
     return replaced([(ImplementationOfExperts(m), "batched_mm") for m in model.modules() if can_choose_experts(m)])
 
@@ -223,7 +221,7 @@ class ExpertNumber(list[int]):
         return self[0]
 
 
-def loops_over_all(_model: torch.nn.Module, left_out: int = 0) -> _Context:
+def loops_over_all(_model: torch.nn.Module, left_out: int = 0) -> Replacing:
     """Makes iterations over the nonzero places of a mask of known length go over all of its places.
 
     Args:

@@ -9,8 +9,8 @@ import ast
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from exportkit.rewrites.loop_names import names_of, read_after, stored_in
-from exportkit.rewrites.loop_syntax import base, is_in_place, names_in, rebound, walk
+from exportkit.rewrites.loop_names import names_of, read_after, stored_in, uses_in
+from exportkit.rewrites.loop_syntax import base, is_in_place, names_in, parameters_in, rebound, walk
 
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Delete, ast.NamedExpr)
 _VIEWS = {
@@ -47,8 +47,8 @@ def appended(loop: ast.For) -> dict[str, ast.Expr]:
                 ast.Call(ast.Attribute(ast.Name(name), "insert"), [ast.Constant(0), _], [])
             ):
                 found.setdefault(name, statement)
-    uses = [node.id for node in walk(loop.body) if isinstance(node, ast.Name)]
-    return {name: found[name] for name in found if uses.count(name) == 1}
+    uses = uses_in(loop.body)
+    return {name: found[name] for name in found if uses[name] == 1}
 
 
 def obstacle(loop: ast.For, lists: dict[str, ast.Expr]) -> Obstacle | None:
@@ -82,7 +82,7 @@ def other_reference(
     inside, end = {id(node) for node in ast.walk(loop)}, getattr([*around, loop][0], "end_lineno", 0)
     outside = [node for node in ast.walk(definition) if id(node) not in inside and node is not definition]
     before = [node for node in outside if getattr(node, "lineno", end) < end]
-    parameters = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)}
+    parameters = parameters_in(definition.args)
     after = read_after(definition.body, loop) or set()
     used = names_of(loop.body).read | after
     for name in sorted({*stored_in(loop.body), *lists} & _read_in_functions(before, used)):

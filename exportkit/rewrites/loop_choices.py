@@ -176,7 +176,7 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
 def _is_plain(node: ast.stmt) -> bool:
     """Whether a statement does nothing but to set names and their items."""
     if isinstance(node, ast.If):
-        return all(map(_is_plain, (*node.body, *node.orelse)))
+        return is_choice(node)
     calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
     if any(isinstance(function, ast.Attribute) and is_in_place(function.attr) for function in calls):
         return False

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from exportkit.rewrites.loop_lists import Stacked, parts_of
+from exportkit.rewrites.loop_names import uses_in
 from exportkit.rewrites.loop_positions import plain
-from exportkit.rewrites.loop_syntax import added_element, appending, assigned, call, same, variable, walk
+from exportkit.rewrites.loop_syntax import added_element, appending, assigned, call, names_in, same, variable, walk
 from exportkit.rewrites.symbolic_lists import SymbolicList
 
 _CATS = {"cat", "concat", "concatenate"}
@@ -51,9 +51,7 @@ def grown_tensors(loop: ast.For, number: int) -> list[Grown]:
         if growth is None:
             continue
         tensor, element, dim, in_front, begins = growth
-        uses = [node for node in walk([*body[:index], *body[index + 1 :]]) if isinstance(node, ast.Name)]
-        inside = [node for node in ast.walk(element) if isinstance(node, ast.Name)]
-        if any(node.id == tensor for node in (*uses, *inside)):
+        if tensor in names_in(*body[:index], *body[index + 1 :], element):
             continue
         elements = f"_exportkit_grown_{number}_{len(found)}"
         found.append(Grown(tensor, elements, dim, in_front, begins))
@@ -151,7 +149,7 @@ def bunched_lists(loop: ast.For, number: int) -> list[Bunched]:
         number: Makes the new names unique.
     """
     body, added, found = loop.body, dict[str, list[ast.stmt]](), list[Bunched]()
-    uses = Counter(node.id for node in walk(body) if isinstance(node, ast.Name))
+    uses = uses_in(body)
     for node in walk(body):
         match added_element(node), node:
             case ((ast.Name(items), _), ast.stmt() as statement) | (

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from exportkit.rewrites.loop_syntax import base, names_in, walk
+from exportkit.rewrites.loop_syntax import base, names_in, parameters_in, walk
 
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue)
@@ -63,12 +63,10 @@ def _of_statement(node: ast.stmt, known: set[str]) -> Names:
             parts = [body, *(handler.body for handler in handlers), orelse, final]
             return Names(set[str]().union(*(names_of(part, known).read for part in parts)), known)
         case ast.FunctionDef(name, arguments, body):
-            own = {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
-            return Names(names_of(body, own).read - known, known | {name})
+            return Names(names_of(body, parameters_in(arguments)).read - known, known | {name})
         case ast.AugAssign(ast.Name(name), _, value):
             return Names((_loads(value) | {name}) - known, known | {name})
-    stored = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    return Names(_loads(node) - known, known | stored)
+    return Names(_loads(node) - known, known | names_in(node, context=ast.Store))
 
 
 def _ends(side: Sequence[ast.stmt]) -> bool:
@@ -81,8 +79,7 @@ def _loads(node: ast.AST) -> set[str]:
         case ast.Name(name, ast.Load()):
             return {name}
         case ast.Lambda(arguments, body):
-            own = {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
-            return (_loads(body) - own) | _loads(arguments)
+            return (_loads(body) - parameters_in(arguments)) | _loads(arguments)
     inside = set[str]().union(*(_loads(child) for child in ast.iter_child_nodes(node)))
     if isinstance(node, _Comprehension):
         return (inside - names_in(*(each.target for each in node.generators))) | _loads(node.generators[0].iter)

@@ -37,7 +37,7 @@ _LISTING = {"unbind", "chunk", "split"}
 
 
 def with_loops_as_functions(
-    definition: ast.FunctionDef, names: Sequence[str], deciding: Collection[int] = ()
+    definition: ast.FunctionDef, names: Sequence[str], deciding: Collection[int]
 ) -> ast.FunctionDef | None:
     """Returns the source of a factory for the function with loop bodies as functions; None if nothing changes.
 

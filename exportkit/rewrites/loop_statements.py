@@ -18,6 +18,7 @@ from exportkit.rewrites.loop_syntax import (
     helper,
     loaded,
     names_in,
+    parameters_in,
     variable,
     walk,
 )
@@ -67,7 +68,7 @@ def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> b
             return False
         definition.body = [*body, ast.copy_location(ast.Return(variable(_RESULT)), definition.body[-1])]
     body = definition.body
-    kept = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)} | names_of(body).read
+    kept = parameters_in(definition.args) | names_of(body).read
     rewriter = _Statements({}, set(), kept, uses_in(body), _read_names(body))
     decisions_of = _Decisions(lines, rewriter)
     statements = [each for statement in body for each in as_statements(decisions_of.visit(statement))]

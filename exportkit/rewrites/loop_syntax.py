@@ -108,6 +108,11 @@ def names_in(*nodes: ast.AST, context: type[ast.expr_context] = ast.expr_context
     return {name.id for name in names if isinstance(name.ctx, context)}
 
 
+def parameters_in(arguments: ast.arguments) -> set[str]:
+    """Returns the names of the parameters of a function."""
+    return {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
+
+
 def rebound(*nodes: ast.AST) -> set[str]:
     """Returns the names that some nodes set as such: ``x[0] = 1`` and ``x += 1`` may change what a name stands for."""
     found = [each for node in nodes for each in ast.walk(node)]

@@ -33,6 +33,11 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 
 
+def line_text(place: Place) -> str:
+    """Returns the file and the line of a place as text."""
+    return f"{place[0]}:{place[1]}"
+
+
 def is_model_code(file: str) -> bool:
     """Returns whether a file can hold the code of a model: it belongs neither to torch, exportkit nor Python."""
     if file.startswith("<"):

@@ -25,8 +25,9 @@ from exportkit.errors import ExportError
 from exportkit.overrides import replaced_attributes
 from exportkit.rewrites.branches import deciding, place_asking
 from exportkit.rewrites.execution_paths import ExecutionPath, asked_for_equality
-from exportkit.rewrites.model_code import Place, is_model_code
+from exportkit.rewrites.model_code import Place, is_model_code, line_text
 from exportkit.trees import Tree, cloned, flatten, set_stored_length, stored_length
+from exportkit.trees.tree import dtype_name
 
 MOST_PATHS = 8  # a trace runs the model once for each
 
@@ -296,7 +297,8 @@ def _select(
     place, condition, _ = run.decisions[depth]
     if any(other.decisions[depth].place != place for other, _ in runs):
         raise ExportError(
-            "The model's branches on tensor values come in a different order when it runs again.", where=_line(place)
+            "The model's branches on tensor values come in a different order when it runs again.",
+            where=line_text(place),
         )
     parts = {
         outcome: [other for other in runs if other[0].decisions[depth].outcome is outcome] for outcome in (True, False)
@@ -308,12 +310,8 @@ def _select(
     holds = _is(condition, outcome)
     for other in on_path:
         holds = holds | ~other
-    asserted(holds, UNRECORDED_PATH_TEXT + _line(place))
+    asserted(holds, UNRECORDED_PATH_TEXT + line_text(place))
     return _select(runs, depth + 1, on_path)
-
-
-def _line(place: Place) -> str:
-    return f"{place[0]}:{place[1]}"
 
 
 def _is(condition: torch.Tensor, outcome: bool) -> torch.Tensor:
@@ -322,16 +320,14 @@ def _is(condition: torch.Tensor, outcome: bool) -> torch.Tensor:
 
 def _require_same_kind(one: _Run, other: _Run) -> None:
     """Raises ExportError if a graph cannot choose between two results."""
-    kinds = [
-        {path: _kind(leaf) for path, leaf in zip(t.paths, t.leaves, strict=True)} for t in (one.outputs, other.outputs)
-    ]
+    kinds = [{path: _kind(leaf) for path, leaf in run.outputs.by_path().items()} for run in (one, other)]
     different = [path for path in {**kinds[0], **kinds[1]} if kinds[0].get(path) != kinds[1].get(path)]
     if different:
         pairs = zip(one.outcomes, other.outcomes, strict=False)
         place, _ = next(left for left, right in pairs if left != right)
         error = ExportError(
             "Depending on the values of a tensor, the model returns results of different types or shapes.",
-            where=_line(place),
+            where=line_text(place),
             expected="tensors of the same shapes and dtypes in both branches",
             got=f"{different[0] or 'the result'}: {' and '.join(kind.get(different[0], 'nothing') for kind in kinds)}",
             hint="record only calls that take the same branch; the graph then rejects the others.",
@@ -344,6 +340,6 @@ def _kind(leaf: Any) -> str:
     """What has to be the same of two leaves, so that a graph can choose between them; numbers may differ."""
     if isinstance(leaf, torch.Tensor):
         sizes = [size if (found := traced_expression(size)) is None else found for size in leaf.shape]
-        return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(map(str, sizes))})"
+        return f"{dtype_name(leaf.dtype)} ({', '.join(map(str, sizes))})"
     found = traced_expression(leaf)
     return str(found) if found is not None else type(leaf).__name__ if type(leaf) in _NUMBERS else repr(leaf)

@@ -24,6 +24,7 @@ from exportkit.rewrites.pooling import POOLS
 from exportkit.rewrites.ramps import RAMPS
 from exportkit.rewrites.statistics import STATISTICS
 from exportkit.rewrites.symbolic_lists import Sizes
+from exportkit.trees.tree import is_integer
 
 aten = torch.ops.aten
 _DRAW = ("bernoulli", "multinomial", "normal", "rand", "randint", "randn", "randperm")
@@ -216,7 +217,7 @@ def _numpy(self: torch.Tensor, **options: Any) -> Any:
     try:
         return _original["numpy"](self, **options)
     except RuntimeError:
-        if self.is_floating_point() or self.is_complex() or self.dtype is torch.bool or self.ndim > 1:
+        if not is_integer(self) or self.ndim > 1:
             raise
         return Sizes(self) if _is_symbolic(*self.shape) else np.array(self.tolist(), dtype=object)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from exportkit.trees.tree import is_inexact
+
 aten = torch.ops.aten
 
 
@@ -23,7 +25,7 @@ def _cov(
 ) -> torch.Tensor:
     """The covariance of rows; torch asks for the values of the number of observations."""
     rows = values[None] if values.ndim < 2 else values
-    rows = rows if rows.is_floating_point() or rows.is_complex() else rows.to(torch.get_default_dtype())
+    rows = rows if is_inexact(rows) else rows.to(torch.get_default_dtype())
     weights = torch.ones_like(rows[0].real)
     for given in (fweights, aweights):
         weights = weights if given is None else weights * given

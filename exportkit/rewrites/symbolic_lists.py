@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from exportkit.trees.tree import is_integer
+
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
 
@@ -194,8 +196,7 @@ class Numbers(SymbolicList):
 
 def as_read(numbers: torch.Tensor) -> torch.Tensor:
     """Returns numbers as Python reads them from a tensor: its ints do not wrap."""
-    is_int = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool)
-    return numbers.to(torch.int64) if is_int else numbers
+    return numbers.to(torch.int64) if is_integer(numbers) else numbers
 
 
 def range_limits(first: Any, stop: Any = None, step: Any = 1) -> tuple[Any, Any, Any]:

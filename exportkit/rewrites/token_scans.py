@@ -17,10 +17,7 @@ import torch.nn.functional as F
 
 from exportkit._torch_compat.loop_operators import scan
 from exportkit._torch_compat.transformers import RECURRENT_SCAN, cache_class
-from exportkit.overrides import Attribute, replaced, replaced_attributes, replaced_functions
-
-_Context = contextlib.AbstractContextManager[None]
-
+from exportkit.overrides import Attribute, Replacing, replaced, replaced_attributes, replaced_functions
 
 # The selective scan of state-space layers. Gu and Dao, Mamba, 2023 (arXiv:2312.00752), equations 1a and 2.
 
@@ -142,7 +139,7 @@ def _with_token(
 # and new tokens; for a prompt, the cached ones are zeros.
 
 
-def traced_gated_recurrence(model: torch.nn.Module) -> _Context:
+def traced_gated_recurrence(model: torch.nn.Module) -> Replacing:
     """Replaces the loop by an operator, and both forms of the convolution by one."""
     blocks = recurrent_blocks(model)
     return replaced(
@@ -209,7 +206,7 @@ def _recurrence(
 LIGHTNING_PARTS = ("slope_rate", "block_size", "qkv_proj", "output_gate", "num_attention_heads", "head_dim")
 
 
-def traced_lightning_attention(model: torch.nn.Module) -> _Context:
+def traced_lightning_attention(model: torch.nn.Module) -> Replacing:
     """Replaces the loops over blocks and over tokens."""
     modules = [module for module in model.modules() if all(hasattr(module, name) for name in LIGHTNING_PARTS)]
     return replaced([(Attribute(cls, "forward"), _lightning_attention) for cls in {type(module) for module in modules}])

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from exportkit.trees.tree import is_inexact
+
 # The rounding errors, in units of the dtype, that a model on two sets of kernels may make, relative to the local scale.
 # docs/proof.rst has the largest that were measured: 26 for layers of torch.nn, 55 for models of transformers.
 _ROUNDINGS = 64.0
@@ -80,7 +82,7 @@ def rounding_bound(expected: torch.Tensor, times: float = 1.0) -> torch.Tensor:
         expected: The result.
         times: A factor, for results that were rounded on other machines.
     """
-    if not expected.is_floating_point() and not expected.is_complex():
+    if not is_inexact(expected):
         return torch.zeros((), dtype=torch.float64)
     info, sizes = torch.finfo(expected.dtype), magnitudes(expected)
     unit, largest = info.eps / 2, sizes.max().item() if sizes.numel() else 0.0
@@ -93,7 +95,7 @@ def rounding_bound(expected: torch.Tensor, times: float = 1.0) -> torch.Tensor:
 
 def usual_bound(expected: torch.Tensor) -> torch.Tensor:
     """Returns how far each element of a result may be off if its rounding error was not measured."""
-    if not expected.is_floating_point() and not expected.is_complex():
+    if not is_inexact(expected):
         return torch.zeros((), dtype=torch.float64)
     return torch.maximum(_usual(expected.dtype) * local_scale(magnitudes(expected)), rounding_bound(expected))
 
@@ -108,7 +110,7 @@ def half_bound(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype: The dtype in half precision.
     """
     usual = usual_bound(expected)
-    if not expected.is_floating_point() and not expected.is_complex():
+    if not is_inexact(expected):
         return usual
     return torch.maximum(usual, _ROUNDINGS * torch.finfo(dtype).eps / 2 * local_scale(magnitudes(expected)))
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from exportkit.running.bounds import Bound, magnitudes, usual_bound
+from exportkit.trees.tree import dtype_name
 
 # Elements that are measured at a time: what is computed from them stays in the caches of a processor.
 _CHUNK = 1 << 16
@@ -110,7 +111,7 @@ def compare_tensors(
     if expected.shape != got.shape:
         return Difference(path, f"shape {tuple(got.shape)} instead of {tuple(expected.shape)}", math.nan)
     if expected.dtype != got.dtype:
-        types = [str(tensor.dtype).removeprefix("torch.") for tensor in (got, expected)]
+        types = [dtype_name(tensor.dtype) for tensor in (got, expected)]
         return Difference(path, f"dtype {types[0]} instead of {types[1]}", math.nan)
     a, b = _numbers(expected), _numbers(got)
     if a.shape == b.shape and torch.equal(a, b):

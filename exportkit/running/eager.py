@@ -19,7 +19,7 @@ from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off, run_b
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
-from exportkit.overrides import Attribute, original_attribute, replaced, replaced_attributes
+from exportkit.overrides import attribute_slots, original_attribute, replaced, replaced_attributes
 from exportkit.running.bounds import HALF, fixed_bound
 from exportkit.running.compare import compare_outputs
 from exportkit.running.module_state import modules_kept
@@ -83,7 +83,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
     Raises:
         Exception: whatever the model raises.
     """
-    target = model if method == "forward" else getattr(model, method)
+    target = method_of(model, method)
 
     def run(values: Mapping[str, Any]) -> Any:
         args, kwargs = call.signature.unbind(values)
@@ -159,6 +159,16 @@ def gradients_noted() -> Iterator[list[bool]]:
         yield found
 
 
+def answered(model: torch.nn.Module, method: str, call: Call) -> Call:
+    """Returns a call with what the model returns for it; an error of the model is raised."""
+    return replace(call, outputs=flatten(run_eager(model, method, call)))
+
+
+def method_of(model: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """Returns what calls a method of a model: the model itself, which runs its hooks, if that is ``forward``."""
+    return model if name == "forward" else getattr(model, name)
+
+
 def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
     """Lets torch take the kernels that it took in recorded calls.
 
@@ -170,8 +180,7 @@ def kernels_of(call: Call) -> contextlib.AbstractContextManager[None]:
 
 def nothing_compiled() -> contextlib.AbstractContextManager[None]:
     """Runs ``flex_attention``, where code has imported it, without compiling it for each size."""
-    found = flexible_attention_attributes()
-    return replaced([(Attribute(owner, name), value) for owner, made in found for name, value in made.items()])
+    return replaced(attribute_slots(flexible_attention_attributes()))
 
 
 @contextlib.contextmanager
@@ -240,7 +249,7 @@ def replayed(observation: Observation, model: torch.nn.Module, method: str) -> O
     calls = []
     for call in (replace(call, seed=number if draws else None) for number, call in enumerate(observation.calls)):
         try:
-            again = replace(call, outputs=flatten(run_eager(model, method, call)))
+            again = answered(model, method, call)
         except Exception:
             again = call
         known = call.outputs.tensors() if observation.has_values and not draws else {}

@@ -10,7 +10,10 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from exportkit.running.protos import all_nodes, copied, set_nodes, subgraphs
+from exportkit.trees.tree import ONNX_DTYPES
 
 if TYPE_CHECKING:
     import onnx
@@ -18,9 +21,9 @@ if TYPE_CHECKING:
 Opened = TypeVar("Opened")
 
 _EITHER = ([["GroupQueryAttention"], ["Attention"]], [["Attention"], ["GroupQueryAttention"]])
-_FLOAT32 = 1  # TensorProto.FLOAT
-FLOATS = {1, 10, 11, 16}  # the above, TensorProto.FLOAT16, DOUBLE and BFLOAT16
-_WITHOUT_KERNELS = {11, 16}  # TensorProto.DOUBLE and BFLOAT16, which few operators have kernels for
+_FLOAT32 = ONNX_DTYPES[torch.float32]
+_WITHOUT_KERNELS = {ONNX_DTYPES[torch.float64], ONNX_DTYPES[torch.bfloat16]}  # which few operators have kernels for
+FLOATS = {_FLOAT32, ONNX_DTYPES[torch.float16], *_WITHOUT_KERNELS}
 # How onnxruntime names the first operator without a kernel, or without one by its definition. It can list its
 # kernels, too, but ends the process by SIGSEGV on the way if it was built for TensorRT, and the libraries of TensorRT
 # are missing (seen in 1.31.1).

@@ -19,6 +19,7 @@ import torch
 
 from exportkit._torch_compat.memory import FEW_ELEMENTS, protected_copy, version_of
 from exportkit._torch_compat.modules import buffer_table, module_table, parameter_table
+from exportkit.overrides import classes_of
 from exportkit.running.compare import same_value
 from exportkit.trees.caches import ATOMS
 from exportkit.trees.structure import path_of
@@ -58,8 +59,9 @@ class ModuleState:
         self._tensors: list[_Tensor] = []
         self._seen = set[int]()
         self._waiting = deque[tuple[str, Any]]()
-        classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
-        self._classes = [(cls, dict(vars(cls))) for cls in classes if cls.__module__.split(".")[0] not in _LIBRARIES]
+        self._classes = [
+            (cls, dict(vars(cls))) for cls in classes_of(model) if cls.__module__.split(".")[0] not in _LIBRARIES
+        ]
         for path, module in model.named_modules():
             for table in (vars(module), buffer_table(module), parameter_table(module)):
                 if isinstance(table, dict):  # a scripted module shows its buffers otherwise

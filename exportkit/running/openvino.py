@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from exportkit.errors import MissingPackageError, RuntimeFailure
-from exportkit.running.session import GraphSession, first_line
+from exportkit.errors import MissingPackageError, RuntimeFailure, first_line
+from exportkit.running.session import GraphSession
 
 # OpenVINO computes in bfloat16 or float16 by itself where the processor has instructions for them.
 _OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}

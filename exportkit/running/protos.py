@@ -22,6 +22,11 @@ def all_nodes(graph: Any) -> Iterator[onnx.NodeProto]:
             yield from all_nodes(part)
 
 
+def weights_of(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Returns the weights of a graph by name."""
+    return {tensor.name: tensor for tensor in graph.initializer}
+
+
 def copied(model: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a copy of a model."""
     copy = type(model)()

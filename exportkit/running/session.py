@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from exportkit.calls.call import Call, shapes_text
-from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure
+from exportkit.calls.call import shapes_text
+from exportkit.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, RuntimeFailure, first_line
 from exportkit.running.kernels import late_nodes, opened_with_float32, without_cpu_branches, without_weights
 from exportkit.running.placement import CPU, Placement, require_onnxruntime
 from exportkit.running.protos import all_nodes
-from exportkit.trees.tree import ONNX_DTYPES
+from exportkit.trees.tree import ONNX_DTYPES, dtype_name
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -138,8 +138,8 @@ class GraphSession:
                 raise InvalidTypeError(
                     f"This dtype has no counterpart in {self.runtime}.",
                     where=name,
-                    expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES),
-                    got=str(tensor.dtype).removeprefix("torch."),
+                    expected=", ".join(dtype_name(dtype) for dtype in _DTYPES),
+                    got=dtype_name(tensor.dtype),
                     hint="convert the input, for instance with .view(torch.uint8) or .to(torch.float32).",
                 )
             given[name] = tensor
@@ -343,7 +343,7 @@ class Session(GraphSession):
 
 @dataclass(frozen=True)
 class SessionRunner:
-    """A session that takes calls of the model that the graph was exported from.
+    """A session that takes the tensors of the model that the graph was exported from, by path.
 
     Attributes:
         session: The session.
@@ -356,15 +356,6 @@ class SessionRunner:
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     pairs: frozenset[str] = frozenset()
-
-    def __call__(self, call: Call, /) -> dict[str, torch.Tensor]:
-        """Returns the outputs for the tensors of a call, by path.
-
-        Raises:
-            KeyError: if the call lacks an input.
-            RuntimeFailure: if onnxruntime refuses the call.
-        """
-        return self.run(call.tensors())
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the outputs by path.
@@ -424,8 +415,3 @@ def _dangers(source: str | bytes) -> tuple[bool, bool]:
                 perm = next((list(attribute.ints) for attribute in node.attribute if attribute.name == "perm"), [])
                 moves_first_axis = moves_first_axis or (len(perm) > 2 and 0 in perm[-2:])
     return takes_empty, moves_first_axis
-
-
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's text, or the name of its class."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:500]

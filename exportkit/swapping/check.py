@@ -87,8 +87,7 @@ def check_patch(
             expected=", ".join(expected.paths),
             got=", ".join(got.paths),
         )
-    values = dict(zip(got.paths, got.leaves, strict=True))
-    pairs = zip(expected.paths, expected.leaves, strict=True)
+    values, pairs = got.by_path(), expected.by_path().items()
     return PatchCheck(
         tuple(CheckedOutput(path, _difference(name, path, leaf, values[path], rtol, atol)) for path, leaf in pairs)
     )

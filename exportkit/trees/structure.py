@@ -390,6 +390,11 @@ def first_name(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
+def without_indices(path: str) -> str:
+    """Returns a path without the numbers in brackets: ``layers[].keys`` for ``layers[0].keys``."""
+    return re.sub(r"\[\d+\]", "[]", path)
+
+
 def join(name: str, path: str) -> str:
     """Returns the path of a leaf of the argument ``name``: ``x``, ``x[0]`` or ``x.inner``."""
     if not path or not name:

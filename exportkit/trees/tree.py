@@ -95,6 +95,10 @@ class Tree:
             self._tensor_paths = tuple([p for p in self.paths if p not in constants] if constants else self.paths)
         return self._tensor_paths
 
+    def by_path(self) -> dict[str, Any]:
+        """Returns the leaves by path."""
+        return dict(zip(self.paths, self.leaves, strict=True))
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns the leaves that are tensors, by path."""
         constants = self._listed.constants
@@ -168,6 +172,21 @@ def lazy_tree(parts: Any, source: Tensors) -> Tree:
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape of a tensor, or () for a nested tensor, which has no shape."""
     return () if tensor.is_nested else tuple(tensor.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has integers, booleans excepted."""
+    return tensor.dtype is not torch.bool and not is_inexact(tensor)
 
 
 # Numbers of the dtypes in ONNX's TensorProto.DataType (onnx.proto), which users of the peers know.

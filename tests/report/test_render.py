@@ -7,7 +7,8 @@ import pytest
 
 from exportkit.errors import DestinationError
 from exportkit.files import write_text
-from exportkit.report.render import count, difference, render, seconds, size
+from exportkit.plan.tables import count
+from exportkit.report.render import difference, render, seconds, size
 
 
 @pytest.mark.parametrize(
