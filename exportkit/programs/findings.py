@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from exportkit.programs.kept_state import STATE
 from exportkit.programs.model_lines import ModelLine, line_of_node
 from exportkit.programs.program import TracedProgram
 from exportkit.trees import check_opened, first_name
+from exportkit.trees.structure import without_indices
 
 _SAME_NUMBERS = "With export(..., random_numbers=True), both are compared for the same numbers."
 _OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}  # they read nothing of what they write to
@@ -70,19 +72,23 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
 
 
 def _refused_later(traced: TracedProgram) -> list[Finding]:
-    """Findings on constants of calls that were not stored, and that the graph refuses."""
-    counts: dict[tuple[str, str], int] = {}
+    """Findings on constants and inputs of calls that were not stored, and that the graph refuses."""
+    stored = {without_indices(path) for call in traced.observation.calls for path in call.shapes()}
+    counts = Counter[tuple[str, str]]()
     for seen in traced.observation.further:
         for path, value in traced.domain.values.refused(traced.observation.constants_of(seen)).items():
-            counts[path, repr(value)] = counts.get((path, repr(value)), 0) + seen.count
+            counts[path, f"{path}={value!r}"] += seen.count
+        for path in dict.fromkeys(map(without_indices, seen.inputs)):
+            if path not in stored:
+                counts[path, path] += seen.count
     return [
         Finding(
             "refused call",
             path,
-            f"{count(calls, 'call')} that {'was' if calls == 1 else 'were'} not stored gave {path}={value}, "
+            f"{count(calls, 'call')} that {'was' if calls == 1 else 'were'} not stored gave {text}, "
             "which the graph refuses; store more calls to serve it (store_n_calls).",
         )
-        for (path, value), calls in counts.items()
+        for (path, text), calls in counts.items()
     ]
 
 

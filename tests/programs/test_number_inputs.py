@@ -167,6 +167,23 @@ def test_other_values_after_the_stored_calls_are_a_finding_if_the_graph_refuses_
         graph(x, negated=True)
 
 
+def test_an_input_that_only_calls_give_that_are_not_stored_is_a_finding():
+    class Masked(torch.nn.Module):
+        def forward(self, batch):
+            return batch["x"] * batch["mask"] if "mask" in batch else batch["x"]
+
+    model, observer = Masked(), exportkit.InputObserver()
+    with observer(model):
+        for length in (2, 3, 4, 5):
+            mask = {"mask": torch.ones(length)} if length > 4 else {}
+            model({"x": torch.randn(2, length), **mask})
+    found = exportkit.export(model, observer).plan.findings
+    assert [finding.text for finding in found if finding.kind == "refused call"] == [
+        "1 call that was not stored gave batch.mask, which the graph refuses; store more calls to serve it "
+        "(store_n_calls)."
+    ]
+
+
 def test_a_plan_says_which_numbers_an_export_makes_inputs():
     model, observer = Scales(), exportkit.InputObserver()
     with observer(model):
