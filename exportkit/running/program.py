@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -118,7 +119,30 @@ class _Interpreter(torch.fx.Interpreter):
         super().__init__(module, garbage_collect_values=not self._reused)
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Returns the value of a node."""
+        """Returns the value of a node.
+
+        Raises:
+            UnrecordedPath: if the call takes no recorded path, also if an operator fails before the graph asserts that.
+        """
+        try:
+            return self._value_of(n)
+        except UnrecordedPath:
+            raise
+        except Exception:
+            self._assert_paths_after(n)
+            raise
+
+    def _assert_paths_after(self, failed: torch.fx.Node) -> None:
+        """Runs the later assertions about recorded paths that do not depend on a node that failed."""
+        later = list(itertools.dropwhile(lambda node: node is not failed, failed.graph.nodes))[1:]
+        needed = {node for node in later if asserts_recorded_path(node)}
+        for node in reversed(later):
+            needed.update(node.all_input_nodes if node in needed else ())
+        for node in (node for node in later if node in needed and self.env.keys() >= {*node.all_input_nodes}):
+            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+                self.env[node] = self._value_of(node)
+
+    def _value_of(self, n: torch.fx.Node) -> Any:
         if is_assertion(n):
             if asserts_recorded_path(n) and not self.fetch_args_kwargs_from_env(n)[0][0]:
                 raise UnrecordedPath(n.args[1])

@@ -93,6 +93,19 @@ def test_a_proof_leaves_out_ways_that_no_recorded_call_went(tmp_path):
     assert all(row.status == "proven" for row in report.rows if row.kind == "recorded")
 
 
+def test_a_proof_leaves_out_paths_on_which_an_operator_fails_before_the_graph_asserts_the_path(tmp_path):
+    def largest_of_chosen(model, x):
+        chosen = x[x[:, 0] > 0.5]
+        if chosen.shape[0] == 0:
+            return torch.zeros(0, 4)
+        return chosen / chosen.max()
+
+    _, found = exported(largest_of_chosen, torch.ones(6, 4), torch.ones(8, 4) * 2)
+    report = found.to_onnx(tmp_path / "model.onnx").verify()
+    assert report.ok
+    assert any(row.status == "outside" and "no recorded call takes another branch" in row.where for row in report.rows)
+
+
 def test_results_of_different_shapes_cannot_be_chosen_between():
     with pytest.raises(ExportError, match="what kind of result it returns") as raised:
         exported(lambda _, x: x[:, :2] if x.max() > 1 else x, SMALL, LARGE)
