@@ -35,6 +35,7 @@ from exportkit.rewrites.table import STRICT
 
 # A limit that means none to torch.
 _UNLIMITED = 2**31
+_LONGEST_SHOWN = 200  # characters of a condition in an error
 
 _CONVOLUTIONS = tuple([f"aten.{name}" for name in ("conv1d", "conv2d", "conv3d", "conv_transpose", "convolution.")])
 
@@ -240,10 +241,11 @@ def _plain(condition: SizeCondition) -> SizeCondition:
     try:
         name, least, most = condition.bounds() or ("", None, None)
     except PlanError:  # such expressions take minutes in every trace: nothing else is tried
+        text, length = condition.text, len(condition.text)
         raise PlanError(
-            "The exported graph would serve sizes under a condition that is too long to be stated.",
-            where=condition.place or f"{condition.text[:100]}...",
-            got=f"{len(condition.text)} characters",
+            "The exported graph would serve sizes under a condition that cannot be stated.",
+            where=condition.place or f"{text[:100]}...",
+            got=f"{length} characters" if length > _LONGEST_SHOWN else text,
             hint="compute the sizes in a simpler way, or observe calls of one length: the graph is for that one.",
         ) from None
     if not name:
