@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
+from exportkit.rewrites.symbolic_lists import any_symbolic
+
 _Reduction = Callable[[torch.Tensor, torch.Tensor], Any]
-
-
-def _is_symbolic(sizes: Any) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _sizes_of(given: Any, axes: int) -> tuple[Any, ...]:
@@ -24,7 +22,7 @@ def _pool(name: str, over: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
     def pool(input: torch.Tensor, kernel_size: Any, *options: Any, **named: Any) -> Any:
         sizes = _sizes_of(kernel_size, axes)
-        if not (_is_symbolic(sizes) and _same(sizes, input.shape[-axes:])) or options or named:
+        if not (any_symbolic(*sizes) and _same(sizes, input.shape[-axes:])) or options or named:
             return original(input, kernel_size, *options, **named)
         return over(input, dim=[*range(-axes, 0)], keepdim=True)
 
@@ -43,7 +41,7 @@ def _adaptive_pool(name: str, over: _Reduction) -> Callable[..., Any]:
 
     def pool(input: torch.Tensor, output_size: Any, *options: Any, **named: Any) -> Any:
         sizes = _sizes_of(output_size, axes)
-        if not _is_symbolic(sizes) or options or named:
+        if not any_symbolic(*sizes) or options or named:
             return original(input, output_size, *options, **named)
         for axis, size in enumerate(sizes, -axes):
             if size is not None:

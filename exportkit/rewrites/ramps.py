@@ -12,18 +12,16 @@ from typing import Any
 
 import torch
 
+from exportkit.rewrites.symbolic_lists import any_symbolic
+
 _original: dict[str, Callable[..., Any]] = {
     name: getattr(torch, name)
     for name in ("linspace", "logspace", "bartlett_window", "blackman_window", "hamming_window", "hann_window")
 }
 
 
-def _is_symbolic(size: Any) -> bool:
-    return isinstance(size, torch.SymInt)
-
-
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    if not _is_symbolic(steps) or "out" in options or (dtype is not None and dtype.is_complex):
+    if not any_symbolic(steps) or "out" in options or (dtype is not None and dtype.is_complex):
         return _original["linspace"](start, end, steps, dtype=dtype, **options)
     place = torch.arange(steps, dtype=torch.float64, **options)
     last = torch.full((), steps - 1, dtype=torch.float64, device=place.device)
@@ -33,7 +31,7 @@ def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = N
 
 
 def _logspace(start: Any, end: Any, steps: Any, base: float = 10.0, **options: Any) -> Any:
-    if not _is_symbolic(steps) or "out" in options:
+    if not any_symbolic(steps) or "out" in options:
         return _original["logspace"](start, end, steps, base, **options)
     dtype = options.pop("dtype", None) or torch.get_default_dtype()
     return (base ** _linspace(start, end, steps, dtype=torch.float64, **options)).to(dtype)
@@ -50,7 +48,7 @@ def _window(name: str, form: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def made(window_length: Any, periodic: bool = True, *given: Any, **options: Any) -> Any:
-        if not _is_symbolic(window_length):
+        if not any_symbolic(window_length):
             return original(window_length, periodic, *given, **options)
         named = {key: options.pop(key) for key in ("alpha", "beta") if key in options}  # of a Hamming window
         dtype = options.pop("dtype", None) or torch.get_default_dtype()

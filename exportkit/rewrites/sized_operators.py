@@ -23,16 +23,12 @@ from exportkit.rewrites.packed_sequences import recurrence
 from exportkit.rewrites.pooling import POOLS
 from exportkit.rewrites.ramps import RAMPS
 from exportkit.rewrites.statistics import STATISTICS
-from exportkit.rewrites.symbolic_lists import Sizes
+from exportkit.rewrites.symbolic_lists import Sizes, any_symbolic
 from exportkit.trees.tree import is_integer
 
 aten = torch.ops.aten
 _DRAW = ("bernoulli", "multinomial", "normal", "rand", "randint", "randn", "randperm")
 _FILL = ("bernoulli_", "exponential_", "normal_", "random_", "uniform_")
-
-
-def _is_symbolic(*sizes: Any) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 _original: dict[str, Callable[..., Any]] = {
@@ -70,7 +66,7 @@ def _places(
     **options: Any,
 ) -> Any:
     """The rows and columns of a triangle."""
-    if not _is_symbolic(row, col):
+    if not any_symbolic(row, col):
         return _original[name](row, col, offset, dtype=dtype, device=device, **options)
     apart = torch.arange(col, device=device) - torch.arange(row, device=device)[:, None]
     return inside(apart).nonzero().T.to(dtype)
@@ -94,7 +90,7 @@ def _chunk(values: torch.Tensor, chunks: int, dim: int = 0) -> Any:
     """Slices, as ONNX splits into parts of known sizes only."""
     length = values.shape[dim]
     size = (length + chunks - 1) // chunks
-    if not _is_symbolic(length):
+    if not any_symbolic(length):
         return values.split(size, dim) if length else [values] * chunks
     return slices_of(values, size, dim)
 
@@ -137,7 +133,7 @@ def _kron(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: Any = -1) -> Any:
-    if not _is_symbolic(num_classes):
+    if not any_symbolic(num_classes):
         return _original["one_hot"](tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
@@ -160,7 +156,7 @@ def _set_item(values: torch.Tensor, index: Any, part: Any) -> None:
     is_plain = all(place is None or place is ... or type(place) in (int, slice, torch.SymInt) for place in others)
     if is_plain and read:
         _set_item_read(values, places, part)
-    elif not (is_plain and _is_symbolic(*places)) or any(map(depends_on_values, places)):
+    elif not (is_plain and any_symbolic(*places)) or any(map(depends_on_values, places)):
         _original["__setitem__"](values, index, part)
     elif isinstance(part, torch.Tensor):
         values[index].copy_(part)
@@ -190,7 +186,7 @@ def _set_item_read(values: torch.Tensor, places: tuple[Any, ...], part: Any) -> 
 
 
 def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
-    if values.ndim != 2 or wrap or not _is_symbolic(*values.shape):
+    if values.ndim != 2 or wrap or not any_symbolic(*values.shape):
         found: torch.Tensor = _original["fill_diagonal_"](values, fill_value, wrap)
         return found
     rows, columns = (torch.arange(size, device=values.device) for size in values.shape)
@@ -219,12 +215,12 @@ def _numpy(self: torch.Tensor, **options: Any) -> Any:
     except RuntimeError:
         if not is_integer(self) or self.ndim > 1:
             raise
-        return Sizes(self) if _is_symbolic(*self.shape) else np.array(self.tolist(), dtype=object)
+        return Sizes(self) if any_symbolic(*self.shape) else np.array(self.tolist(), dtype=object)
 
 
 def _make_unflatten(self: torch.nn.Unflatten, dim: int, unflattened_size: Any) -> None:
     """Takes any sizes: a module that is made during a call may get those of a tensor."""
-    is_symbolic = isinstance(unflattened_size, tuple | list) and _is_symbolic(*unflattened_size)
+    is_symbolic = isinstance(unflattened_size, tuple | list) and any_symbolic(*unflattened_size)
     _original["Unflatten"](self, dim, (-1,) if is_symbolic else unflattened_size)
     self.unflattened_size = unflattened_size
 
@@ -251,11 +247,11 @@ def _conv_transpose(values: torch.Tensor, weight: torch.Tensor, *options: Any, *
         [*given[name]] * (axes if len(given[name]) == 1 else 1)
         for name in ("stride", "padding", "output_padding", "dilation")
     )
-    if _is_symbolic(given["groups"]) and axes == 2:
+    if any_symbolic(given["groups"]) and axes == 2:
         each_axis = strides, paddings, more, dilations
         return _conv_transpose_in_groups(values, weight, given["bias"], each_axis, given["groups"])
     known = more
-    if _is_symbolic(*more):
+    if any_symbolic(*more):
         known = [max(by, apart) - 1 for by, apart in zip(strides, dilations, strict=True)]
     settings = strides, paddings, dilations, True, known, given["groups"]
     found = aten.convolution(values, weight, given["bias"], *settings)

@@ -13,6 +13,11 @@ from exportkit.trees.tree import is_integer
 SYMBOLIC_LENGTH = "the length of this tensor is symbolic"  # the error of code that needs it as an int
 
 
+def any_symbolic(*sizes: Any) -> bool:
+    """Returns whether one of several sizes has no number in a trace."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 class SymbolicList:
     """A list of symbolic length, whose elements are those of a tensor along its first axis."""
 
