@@ -33,7 +33,9 @@ def parts(value: Any) -> tuple[Any, Any]:
 
 def joined(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
     """Returns the complex tensor with these parts, which are broadcast."""
-    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imaginary), -1))
+    dtype = torch.promote_types(real.dtype, imaginary.dtype)
+    parts = torch.broadcast_tensors(real.to(dtype), imaginary.to(dtype))
+    return torch.view_as_complex(torch.stack(parts, -1))
 
 
 def _product(one: Any, other: Any, times: Callable[[Any, Any], Any] = torch.mul) -> Any:
@@ -119,6 +121,15 @@ def _sqrt(value: torch.Tensor) -> Any:
     return joined(turned[0], torch.where(imaginary.signbit(), -turned[1], turned[1]))
 
 
+def _absolute(value: torch.Tensor) -> Any:
+    real, imaginary = parts(value)
+    if imaginary is None:
+        return NotImplemented
+    larger = torch.maximum(real.abs(), imaginary.abs())
+    scale = torch.where(larger == 0, torch.ones_like(larger), larger)  # the squares may overflow, or vanish
+    return scale * ((real / scale).square() + (imaginary / scale).square()).sqrt()
+
+
 def _angle(value: torch.Tensor) -> Any:
     real, imaginary = parts(value)
     return NotImplemented if imaginary is None else torch.atan2(imaginary, real)
@@ -148,7 +159,8 @@ def _pow(value: Any, exponent: Any) -> Any:
         result = _whole_power(value, int(abs(exponent)))
         return result.reciprocal() if exponent < 0 else result
     base = value if isinstance(value, torch.Tensor) else torch.full((), value)
-    return (base.to(torch.promote_types(base.dtype, torch.complex32)).log() * exponent).exp()
+    found = (base.to(torch.result_type(value, exponent)).log() * exponent).exp()
+    return torch.where(base == 0, torch.zeros_like(found), found) if has_complex(exponent) else found
 
 
 def _by_waves(form: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[[torch.Tensor], Any]:
@@ -186,6 +198,19 @@ def _if_complex(form: Callable[..., Any]) -> Callable[..., Any]:
 
 def _norm(value: torch.Tensor, *options: Any, **named: Any) -> Any:
     return aten.linalg_vector_norm(value.abs(), *options, **named)
+
+
+def _log1p(value: torch.Tensor) -> torch.Tensor:
+    real, imaginary = parts(value)
+    near = torch.log1p(real * (real + 2) + imaginary * imaginary) / 2  # which cancels out close to -1
+    logarithm, is_near = (value + 1).log(), real * real + imaginary * imaginary < 0.25
+    return joined(torch.where(is_near, near, parts(logarithm)[0]), parts(logarithm)[1])
+
+
+def _sigmoid(value: torch.Tensor) -> torch.Tensor:
+    is_positive = parts(value)[0] > 0
+    power = torch.where(is_positive, -value, value).exp()  # of a number that does not overflow
+    return torch.where(is_positive, torch.ones_like(power), power) / (power + 1)
 
 
 def _sign(value: torch.Tensor) -> torch.Tensor:
@@ -236,6 +261,7 @@ ARITHMETIC: dict[Any, Callable[..., Any]] = {
     aten.div.Tensor: _quotient,
     aten.exp.default: _exp,
     aten.log.default: _log,
+    aten.abs.default: _absolute,
     aten.angle.default: _angle,
     aten.isnan.default: _isnan,
     aten.sqrt.default: _sqrt,
@@ -244,13 +270,13 @@ ARITHMETIC: dict[Any, Callable[..., Any]] = {
     aten.pow.Scalar: _pow,
     aten.square.default: lambda value: _pow(value, 2),
     aten.rsqrt.default: lambda value: _pow(value, -0.5),
-    aten.log1p.default: _if_complex(lambda value: (value + 1).log()),
+    aten.log1p.default: _if_complex(_log1p),
     aten.sin.default: _by_waves(lambda a, b: (a.sin() * b.cosh(), a.cos() * b.sinh())),
     aten.cos.default: _by_waves(lambda a, b: (a.cos() * b.cosh(), -a.sin() * b.sinh())),
     aten.sinh.default: _by_waves(lambda a, b: (a.sinh() * b.cos(), a.cosh() * b.sin())),
     aten.cosh.default: _by_waves(lambda a, b: (a.cosh() * b.cos(), a.sinh() * b.sin())),
     aten.tanh.default: _tanh,
-    aten.sigmoid.default: _if_complex(lambda value: ((value / 2).tanh() + 1) / 2),
+    aten.sigmoid.default: _if_complex(_sigmoid),
     aten.silu.default: _if_complex(lambda value: value * value.sigmoid()),
     aten.sgn.default: _if_complex(_sign),
     aten.addcmul.default: _if_complex(lambda given, one, other, *, value=1: given + one * other * value),

@@ -84,6 +84,21 @@ def _apart(apply: Callable[..., Any]) -> Callable[..., Any]:
     return form
 
 
+def _padded(pad: Any) -> Callable[..., Any]:
+    def form(image: torch.Tensor, widths: Sequence[Any], *given: Any, **named: Any) -> Any:
+        real, imaginary = parts(image)
+        if imaginary is None:
+            return NotImplemented
+        options, fill = [*given], named.pop("value", None)
+        if options and not isinstance(options[-1], str):  # otherwise it is the mode
+            fill = options.pop()
+        fills = [{} if fill is None else {"value": part or 0.0} for part in parts(fill)]
+        padded = [pad(x, widths, *options, **named, **value) for x, value in zip((real, imaginary), fills, strict=True)]
+        return joined(*padded)
+
+    return form
+
+
 def _same(value: torch.Tensor) -> Any:
     return value.clone() if value.is_complex() else NotImplemented
 
@@ -140,10 +155,11 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.new_ones.default: _like(lambda _, size, dtype: torch.ones(size, dtype=dtype)),
     aten.new_full.default: _like(lambda _, size, value, dtype: torch.full(size, value, dtype=dtype)),
     CONJUGATE.default: _conjugate,
+    aten.constant_pad_nd.default: _padded(aten.constant_pad_nd.default),
+    aten.pad.default: _padded(aten.pad.default),
     **{
         target: _apart(target)
         for target in (
-            aten.constant_pad_nd.default,
             aten.cumsum.default,
             aten.gather.default,
             aten.index_add.default,
@@ -152,7 +168,6 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
             aten.masked_scatter.default,
             aten.mean.default,
             aten.mean.dim,
-            aten.pad.default,
             aten.scatter.src,
             aten.scatter_add.default,
             aten.select_scatter.default,

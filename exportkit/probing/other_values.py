@@ -46,15 +46,21 @@ def scaled(call: Call, scale: float, integer_scale: int = 1) -> Call:
     return call.with_tensors(changed)
 
 
-def with_other_values(call: Call) -> list[Call]:
-    """Returns calls of the same shapes with values of other magnitudes and signs, and some in which no mask hides."""
+def with_other_values(call: Call, of_all_magnitudes: bool = True) -> list[Call]:
+    """Returns calls of the same shapes with values of other magnitudes and signs, and some in which no mask hides.
+
+    Args:
+        call: The call.
+        of_all_magnitudes: Whether some have values of all magnitudes, for which results may depend on rounding.
+    """
     given = call.tensors()
     flags = {path: torch.ones_like(tensor) for path, tensor in given.items() if _is_of_flags(tensor)}
     zeros = {path: torch.zeros_like(tensor) for path, tensor in given.items() if _is_of_integers(tensor)}
     zeros = {path: tensor for path, tensor in zeros.items() if path not in flags}
     unmasked = with_nothing_hidden(call)
     wide = with_wide_values(unmasked)
-    found = [unmasked, wide, scaled(wide, -1.0), scaled(call, -1.0), *map(call.with_tensors, (flags, zeros))]
+    found = [unmasked, *([wide, scaled(wide, -1.0)] if of_all_magnitudes else [])]
+    found += [scaled(call, -1.0), *map(call.with_tensors, (flags, zeros))]
     kept, known = list[Call](), [given]
     for other in found:
         tensors = other.tensors()

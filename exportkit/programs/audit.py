@@ -209,8 +209,9 @@ def _is_of_loop(condition: SizeCondition) -> bool:
 def _fixes_number(condition: SizeCondition) -> bool:
     """Whether a condition is about the line of a loop, or fixes a number: each length would be another program."""
     tree = condition.tree
-    if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or):  # admits the sizes of some calls as well
-        tree = tree.values[0]
+    match tree:
+        case ast.BoolOp(ast.Or(), [first, *others]) if all(map(_is_exact, others)):  # admits the sizes of some calls
+            tree = first
     match tree:
         case ast.Compare(ast.BinOp(_, ast.Mod()), [ast.Eq()], [ast.Constant(0)]):
             is_number = False
@@ -219,6 +220,16 @@ def _fixes_number(condition: SizeCondition) -> bool:
         case _:
             is_number = False
     return _is_of_loop(condition) or is_number
+
+
+def _is_exact(tree: ast.expr) -> bool:
+    """Whether a condition says what sizes are, as `exactly` does."""
+    match tree:
+        case ast.BoolOp(ast.And(), parts):
+            return all(map(_is_exact, parts))
+        case ast.Compare(ast.Name(), [ast.Eq()], [ast.Constant()]):
+            return True
+    return False
 
 
 def _limit(condition: SizeCondition, more: str) -> Finding:

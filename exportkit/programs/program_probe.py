@@ -23,7 +23,7 @@ from exportkit.programs.program import TracedProgram
 from exportkit.programs.turns import Turn, Turns, fulfils
 from exportkit.programs.value_branches import untraced_write, value_branch
 from exportkit.rewrites.model_code import Place
-from exportkit.rewrites.table import DECIDES
+from exportkit.rewrites.table import ARRAYS, DECIDES
 from exportkit.running.compare import Difference, Tensors
 from exportkit.running.masks import Padding
 from exportkit.running.program import UnrecordedPath
@@ -179,7 +179,8 @@ class ProgramProbe:
 
     def _by_untraced_branch(self) -> Call | None:
         traced = self._traced
-        for other in with_other_values(traced.sized_call(traced.sizes)):
+        is_exact = ARRAYS.name not in traced.rules  # nothing shows how numpy rounds
+        for other in with_other_values(traced.sized_call(traced.sizes), of_all_magnitudes=is_exact):
             with _quiet(), contextlib.suppress(UnrecordedPath):
                 answered = self._answered(other)
                 if answered is not None and self._difference_in(answered):

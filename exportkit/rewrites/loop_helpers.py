@@ -29,11 +29,11 @@ from exportkit.rewrites.loop_choices import (
 from exportkit.rewrites.loop_growth import bunch, extended, joined
 from exportkit.rewrites.loop_indices import item, rows, with_item
 from exportkit.rewrites.loop_lists import (
+    Chunks,
     Iteration,
     Stacked,
     StackedLists,
     Steps,
-    parts_of_size,
     product_of,
     starred,
     steps_of_parts,
@@ -195,7 +195,7 @@ class Helpers:
         tensor, size, dim = _arguments_of(owner, args, options, split_size=None, dim=0)
         is_number = type(size) is int and isinstance(tensor, torch.Tensor) and _is_symbolic(tensor.shape[dim])
         if is_number and size > 1:
-            return parts_of_size(tensor, size, dim % tensor.ndim)
+            return Chunks(tensor, size, dim % tensor.ndim)
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_number and size == 1 else None
         return found or owner.split(*args, **options)
 
@@ -340,7 +340,9 @@ def _arguments_of(owner: Any, args: tuple[Any, ...], options: dict[str, Any], **
     The method itself would do, but torch cannot compile a question about one, such as ``method.__self__``.
     """
     tensor = owner
-    if not isinstance(owner, torch.Tensor):
+    if not isinstance(owner, torch.Tensor) and owner is not torch:  # a method of the model, or of a string
+        return [None, *names.values()]
+    if owner is torch:
         named = [options[name] for name in ("input", "tensor") if name in options]
         tensor, *args = [*named, *args] or [None]  # type: ignore[assignment]
     given = dict(zip(names, args, strict=False)) | options

@@ -131,17 +131,18 @@ def item(value: Any, index: Any) -> Any:
     if len(limits) > 1 or any(isinstance(part, torch.Tensor) and part.ndim for part in parts):
         raise TypeError("several slices have lengths that depend on values")
     ((axis, is_inside),) = limits
-    left = parts[: parts.index(spans[0])]
+    left = parts[: next(place for place, part in enumerate(parts) if part is spans[0])]
     if any(part is None or part is Ellipsis for part in left):
         raise TypeError("a slice has a length that depends on values")
-    return SliceOfUnknownLength(value[index], is_inside, sum(isinstance(part, slice) for part in left))
+    return SliceOfUnknownLength(value[index], is_inside, sum(isinstance(part, slice | Span) for part in left))
 
 
 def _last_rows(value: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
-    """The value and the index, with ``-1:`` taken: a trace does not know that there is one last row, not none."""
+    """Selects the last row for ``-1:``, because a trace cannot tell that the axis is not empty."""
     parts = list(index) if isinstance(index, tuple) else [index]
     for place, (axis, part) in enumerate(_with_axes(value, parts)):
-        if isinstance(part, slice) and part == slice(-1, None) and is_counted_in_loop(value.shape[axis]):
+        is_last = isinstance(part, slice) and type(part.start) is int and part.start == -1 and part.stop is None
+        if is_last and part.step is None and is_counted_in_loop(value.shape[axis]):
             value = value.index_select(axis, torch.scalar_tensor(value.shape[axis] - 1, dtype=torch.int64).reshape(1))
             parts[place] = slice(None)
     return value, tuple(parts)

@@ -124,21 +124,49 @@ class StackedLists(TensorList):
 def steps_of_parts(parts: Parts) -> Steps:
     """Returns the iterations over a list of tensors that are as long as values say."""
 
-    def given(element: Any, _: Iteration) -> SliceOfUnknownLength:
+    def given(element: Any, iteration: Iteration) -> SliceOfUnknownLength:
         padded, length = element
-        return SliceOfUnknownLength(padded, torch.arange(padded.shape[parts.axis]) < length, parts.axis)
+        is_there = torch.arange(padded.shape[parts.axis]) < length
+        is_there = is_there if iteration.is_idle is None else is_there | iteration.is_idle
+        return SliceOfUnknownLength(padded, is_there, parts.axis)
 
     elements = parts.padded, parts.lengths
     return Steps(elements, given, lambda: given(tree_map(lambda tensor: tensor[0], elements), Iteration()))
 
 
-def parts_of_size(tensor: torch.Tensor, size: int, axis: int) -> Parts:
-    """Returns ``tensor.split(size, axis)``: the last part may be shorter."""
-    length = tensor.shape[axis]
-    count = torch.sym_max((length + size - 1) // size, 1)
-    filler = tensor.new_zeros([count * size - length if own == axis else n for own, n in enumerate(tensor.shape)])
-    padded = torch.cat([tensor, filler], axis).unflatten(axis, (count, size)).movedim(axis, 0)
-    return Parts(padded, (length - torch.arange(count) * size).clamp(max=size), axis)
+class Chunks(Parts):
+    """What ``tensor.split(size, axis)`` returns: the last part may be shorter.
+
+    A loop goes over any number of parts; other code gets as many as in the trace.
+
+    Args:
+        tensor: The tensor.
+        size: How long the parts are.
+        axis: The axis, counted from the first one.
+    """
+
+    def __init__(self, tensor: torch.Tensor, size: int, axis: int) -> None:
+        self._split = tensor, size, axis
+        length = tensor.shape[axis]
+        count = torch.sym_max((length + size - 1) // size, 1)
+        filler = tensor.new_zeros([count * size - length if own == axis else n for own, n in enumerate(tensor.shape)])
+        padded = torch.cat([tensor, filler], axis).unflatten(axis, (count, size)).movedim(axis, 0)
+        super().__init__(padded, (length - torch.arange(count) * size).clamp(max=size), axis)
+
+    def _as_traced(self) -> tuple[torch.Tensor, ...]:
+        tensor, size, axis = self._split
+        parts: tuple[torch.Tensor, ...] = tensor.split(size, axis)
+        return parts
+
+    def whole(self) -> torch.Tensor:
+        """Returns the parts along a first axis."""
+        return torch.stack(self._as_traced())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._as_traced())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._as_traced()[index]
 
 
 def parts_of(items: Any) -> list[torch.Tensor]:

@@ -135,13 +135,17 @@ class Span:
     def holds(self, size: Any) -> torch.Tensor:
         """Returns for each index along an axis whether it is in the slice, as Python counts.
 
-        Negative limits count from the end, and limits may be beyond it.
+        Negative limits count from the end, and limits may be beyond it. Where an iteration changes nothing, it has all
+        elements: others may be none.
         """
         places, found = torch.arange(size), torch.ones(size, dtype=torch.bool)
         if self.start is not None:
             found = found & (places >= _from_start(self.start, size))
         if self.stop is not None:
             found = found & (places < _from_start(self.stop, size))
+        for limit in (self.start, self.stop):
+            if isinstance(limit, Position) and limit.is_idle is not None:
+                found = found | limit.is_idle
         return found
 
 
@@ -178,10 +182,16 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, Position) else value
 
 
+def _as_tensor(number: Any) -> torch.Tensor:
+    """A number as a tensor in the precision that it has in Python."""
+    if is_int(number):
+        return torch.scalar_tensor(number, dtype=torch.int64)
+    return torch.as_tensor(plain(number), dtype=torch.float64 if type(number) is float else None)
+
+
 def beyond(name: str, first: Any, second: Any) -> torch.Tensor:
     """Returns what Python's ``max`` or ``min`` does: the first number, unless the second one is beyond it."""
-    numbers = [torch.scalar_tensor(n, dtype=torch.int64) if is_int(n) else plain(n) for n in (first, second)]
-    first, second = [torch.as_tensor(number) for number in numbers]
+    first, second = [_as_tensor(number) for number in (first, second)]
     return torch.where(second > first if name == "max" else second < first, second, first)
 
 
@@ -193,7 +203,7 @@ def small_exponent(base: Any, exponent: Any) -> Any:
 
 
 def exact(value: Any) -> Any:
-    """Returns a number that is to be divided without a rest, unless Python may have computed it in double precision."""
+    """Returns a number to divide without a remainder, unless Python may have computed it in double precision."""
     value = plain(value)
     if isinstance(value, torch.Tensor) and not value.ndim and value.is_floating_point():
         raise TypeError("a number that is not an int is rounded to a multiple of another one")

@@ -30,7 +30,7 @@ def _pool(name: str, over: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _same(sizes: Any, others: Any) -> bool:
-    """Whether sizes are the same expressions; comparing them would make a condition of it."""
+    """Whether sizes are the same expressions; comparing them would make a condition of them."""
     pairs = [[getattr(getattr(n, "node", None), "expr", n) for n in pair] for pair in zip(sizes, others, strict=False)]
     return len(sizes) == len(others) and all(one == other for one, other in pairs)
 
@@ -45,25 +45,26 @@ def _adaptive_pool(name: str, over: _Reduction) -> Callable[..., Any]:
             return original(input, output_size, *options, **named)
         for axis, size in enumerate(sizes, -axes):
             if size is not None:
-                input = over(input.movedim(axis, -1), _windows(input.shape[axis], size, input.device)).movedim(-1, axis)
+                input = over(*_windows(input.movedim(axis, -1), size)).movedim(-1, axis)
         return input
 
     return pool
 
 
-def _windows(length: Any, size: Any, device: torch.device) -> torch.Tensor:
-    """The places that each result is made of, as torch chooses them: (size, length)."""
-    places, results = torch.arange(length, device=device), torch.arange(size, device=device)[:, None]
-    found: torch.Tensor = (places >= results * length // size) & (places * size < (results + 1) * length)
-    return found
+def _windows(values: torch.Tensor, size: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values that each result is made of, as torch chooses them, and which places are beyond its window."""
+    length, results = values.shape[-1], torch.arange(size, device=values.device)
+    start, end = results * length // size, ((results + 1) * length + size - 1) // size
+    places = start[:, None] + torch.arange(length // size + 2, device=values.device)
+    return values[..., places.clamp(max=length - 1)], places >= end[:, None]
 
 
-def _averages(values: torch.Tensor, windows: torch.Tensor) -> Any:
-    return values @ (windows / windows.sum(1, keepdim=True)).to(values.dtype).T
+def _averages(windows: torch.Tensor, is_beyond: torch.Tensor) -> torch.Tensor:
+    return windows.masked_fill(is_beyond, 0).sum(-1) / (~is_beyond).sum(-1)
 
 
-def _largest(values: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
-    return values[..., None, :].masked_fill(~windows, -torch.inf).amax(-1)
+def _largest(windows: torch.Tensor, is_beyond: torch.Tensor) -> torch.Tensor:
+    return windows.masked_fill(is_beyond, -torch.inf).amax(-1)
 
 
 POOLS: dict[str, Callable[..., Any]] = {

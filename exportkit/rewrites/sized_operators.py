@@ -166,8 +166,8 @@ def _set_item(values: torch.Tensor, index: Any, part: Any) -> None:
 
 def _is_read(place: Any) -> bool:
     """Whether this is a tensor of one integer, without axes, that has no value in a trace."""
-    is_integer = isinstance(place, torch.Tensor) and not place.is_floating_point() and place.dtype is not torch.bool
-    return is_integer and place.ndim == 0 and type(place) is not torch.Tensor
+    is_place = isinstance(place, torch.Tensor) and is_integer(place) and place.dtype is not torch.uint8
+    return is_place and place.ndim == 0 and type(place) is not torch.Tensor
 
 
 def _set_item_read(values: torch.Tensor, places: tuple[Any, ...], part: Any) -> None:
@@ -179,10 +179,13 @@ def _set_item_read(values: torch.Tensor, places: tuple[Any, ...], part: Any) -> 
         if place is Ellipsis:
             indices += [None] * (values.ndim - used)
         elif _is_read(place):
-            indices.append(place)
+            indices.append(place.to(torch.int64))
         elif place is None or isinstance(place, slice):
             indices.append(None)
-    aten.index_put_(view, indices, torch.as_tensor(part, dtype=view.dtype, device=view.device))
+    values = torch.as_tensor(part, dtype=view.dtype, device=view.device)
+    while values.ndim > view.ndim - sum(index is not None for index in indices) and values.shape[0] == 1:
+        values = values[0]
+    aten.index_put_(view, indices, values)
 
 
 def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
 from exportkit._torch_compat.cuda import as_on_cpu
-from exportkit._torch_compat.graph import asserts_recorded_path, is_assertion
+from exportkit._torch_compat.graph import asserts_recorded_path, is_assertion, schema_of
 from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit.calls.call import Call
 from exportkit.running.module_state import tensors_kept
@@ -133,14 +133,16 @@ class _Interpreter(torch.fx.Interpreter):
             raise
 
     def _assert_paths_after(self, failed: torch.fx.Node) -> None:
-        """Runs the later assertions about recorded paths that do not depend on a node that failed."""
-        later = list(itertools.dropwhile(lambda node: node is not failed, failed.graph.nodes))[1:]
-        needed = {node for node in later if asserts_recorded_path(node)}
-        for node in reversed(later):
-            needed.update(node.all_input_nodes if node in needed else ())
-        for node in (node for node in later if node in needed and self.env.keys() >= {*node.all_input_nodes}):
-            with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        """Runs what does not depend on a node that failed, up to a write that cannot be done, for its assertions."""
+        later = list(itertools.dropwhile(lambda node: node is not failed, failed.graph.nodes))
+        for node in later if any(map(asserts_recorded_path, later)) else ():
+            try:
                 self.env[node] = self._value_of(node)
+            except UnrecordedPath:
+                raise
+            except Exception:
+                if getattr(schema_of(node.target), "is_mutable", False):
+                    return
 
     def _value_of(self, n: torch.fx.Node) -> Any:
         if is_assertion(n):

@@ -80,6 +80,10 @@ FUNCTIONS = [
         )
     ),
     lambda x, z: torch.tanh(300 * z),
+    lambda x, z: torch.sigmoid(-10 * z).log(),
+    lambda x, z: torch.log1p(1e-6 * z) * 1e6,
+    lambda x, z: (x * 0) ** (1 + 1j) + x.long() ** (0.5 + 1j),
+    lambda x, z: torch.nn.functional.pad(z, (1, 2), value=1.5) + x.double().sum(),
     lambda x, z: torch.nn.functional.silu(z),
     lambda x, z: torch.sgn(torch.zeros_like(z)),
     lambda x, z: torch.addcmul(z, z, z.conj(), value=0.5),
