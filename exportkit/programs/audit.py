@@ -42,7 +42,7 @@ class Audit:
         findings: Sizes that it does not serve.
         refused: How many combinations of sizes the plan allows and the model accepts, but not the program.
         by_model: Whether a line of the model, or how long a slice of it is, is the reason for some of them.
-        by_loop: Whether the line of a loop is the reason for some of them.
+        by_loop: Whether the line of a loop, or a number of iterations that a trace fixed, may be the reason.
         between: Whether only multiples of a number are served, where the model accepts other sizes.
         crossings: Sizes that break conditions which change nothing.
     """

@@ -228,12 +228,11 @@ def _wrong_at_small_sizes(traced: TracedProgram, prove: Prove) -> ExportError | 
 
     A trace assumes that sizes are at least 2, so code such as ``if x.shape[1] == 0:`` leaves no condition in it.
     """
-    plan, defaults, calls = traced.plan, traced.defaults.values, traced.observation.calls
-    sizes_of = sizes_of_calls(traced)
+    calls, sizes_of = traced.observation.calls, sizes_of_calls(traced)
 
     @functools.cache
     def is_served(number: int) -> bool:
-        return _serves(traced, recorded, [completed_call(plan, traced.observation, calls[number], defaults)])
+        return _serves(traced, recorded, [traced.completed(calls[number])])
 
     for name, size in dict.fromkeys(pair for sizes in sizes_of for pair in small(sizes).items()):
         breaking = [number for number, sizes in enumerate(sizes_of) if sizes[name] == size]

@@ -240,7 +240,7 @@ def _plain(condition: SizeCondition) -> SizeCondition:
     """The condition with the usual text, if it is a bound: ``n >= 10`` for ``n > 9``."""
     try:
         name, least, most = condition.bounds() or ("", None, None)
-    except PlanError:  # such expressions take minutes in every trace: nothing else is tried
+    except PlanError:  # a long one takes minutes in every trace: nothing else is tried
         text, length = condition.text, len(condition.text)
         raise PlanError(
             "The exported graph would serve sizes under a condition that cannot be stated.",

@@ -45,7 +45,7 @@ class Search(SearchState):
         model: The model in the form to export.
         method: The method.
         plan_of: Makes the plan.
-        check: Returns what is wrong with a program for some recorded call, or an empty string.
+        check: Returns what is wrong with a program for some recorded call, if anything is, as text or an error.
         split: Makes a program for each kind of call, given why no single one serves; None if that fails.
         required: Rewrites that are in force in every attempt.
         seconds: Takes the duration of each stage.

@@ -27,7 +27,7 @@ from exportkit.rewrites.model_code import only_raises
 _RESULT = "_exportkit_result"  # the name of what a function returns
 _OF_SLICES = {"sum", "mean", "amax", "amin", "max"}
 _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes of tensors
-# Operators that a helper computes, by its name: numbers have another precision in tensors, and see the helper of ``@``.
+# Operators that a helper computes, by its name: a tensor rounds otherwise than a number of Python, or see the helper.
 _HELPERS_OF = {
     **{ast.Pow: "power", ast.LShift: "shifted", ast.FloorDiv: "floored", ast.Mod: "remainder"},
     ast.MatMult: "product_of_matrices",
