@@ -29,6 +29,7 @@ QUANTILE_BITS = 16  # by which a normal number is looked up
 _COUNT = 1 << BITS
 _BITS = {torch.float16: 11, torch.bfloat16: 8}  # of a number below 1, and the step between numbers
 _alike: ContextVar[bool] = ContextVar("alike", default=False)
+_UNUSUAL_SEED = 0x5DEECE66D  # of torch's generator while numbers are fixed
 _MOST_DRAWS = 1_000  # of one call; a model that draws until a number fits would never end with fixed ones
 
 
@@ -299,18 +300,24 @@ def _without_generators(args: Sequence[Any]) -> list[Any]:
     return [value for value in args if not isinstance(value, torch.Generator)]
 
 
-def fixed_numbers(
-    seed: int | None, generators: Collection[torch.Generator] = ()
-) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager in which operators get the same numbers, for each shape, in place of random ones.
+@contextlib.contextmanager
+def fixed_numbers(seed: int | None, generators: Collection[torch.Generator] = ()) -> Iterator[None]:
+    """Gives operators the same numbers, for each shape, in place of random ones, for the time of a ``with`` block.
 
-    Seen in torch 2.13.
+    torch's own generator is afterwards as it was before. Seen in torch 2.13.
 
     Args:
         seed: Which numbers; None to change nothing.
         generators: Those from which random numbers may come, besides torch's own.
     """
     if seed is None:
-        return contextlib.nullcontext()
+        yield
+        return
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(_UNUSUAL_SEED)  # a model that seeds itself changes this state
     known, states = set(map(_identity, generators)), random_states()
-    return dispatch_mode(_FixedNumbers, seed=seed, left=_MOST_DRAWS, generators=known, states=states)
+    try:
+        with dispatch_mode(_FixedNumbers, seed=seed, left=_MOST_DRAWS, generators=known, states=states):
+            yield
+    finally:
+        torch.default_generator.set_state(before)

@@ -236,7 +236,8 @@ def _wrong_at_small_sizes(traced: TracedProgram, prove: Prove) -> ExportError | 
 
     for name, size in dict.fromkeys(pair for sizes in sizes_of for pair in small(sizes).items()):
         breaking = [number for number, sizes in enumerate(sizes_of) if sizes[name] == size]
-        if len(breaking) == len(calls) or any(map(is_served, breaking)):
+        others = set(range(len(calls))).difference(breaking)
+        if any(map(is_served, breaking)) or not any(map(is_served, others)):
             continue
         problem = next(iter(prove(traced, False)), "")
         if problem:
