@@ -7,6 +7,7 @@ from torch import distributions
 from torch.nn import functional
 
 import exportkit
+from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit.errors import ExportError, ExportkitError
 
 
@@ -182,6 +183,18 @@ def seeded_later(x):
 @pytest.mark.parametrize("draw", [seeded, with_seeded_generator, seeded_apart, seeded_later])
 def test_numbers_that_the_model_seeds_itself_are_not_random(draw, tmp_path):
     assert not as_onnx(Drawing(draw).eval(), tmp_path, *CALLS).verify().ok
+
+
+def test_a_seed_is_noticed_where_torch_had_it_already():
+    torch.manual_seed(0)
+    numbers = torch.rand(4)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with fixed_numbers(3):
+        assert not torch.equal(torch.rand(4), numbers)
+        torch.manual_seed(0)
+        assert torch.equal(torch.rand(4), numbers)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_generator_is_an_argument(tmp_path):
