@@ -24,7 +24,6 @@ from exportkit.errors import ArgumentError, ExportError, ExportkitError, Invalid
 from exportkit.plan.leaves import Finding, PlannedLeaf
 from exportkit.plan.plan import Plan
 from exportkit.plan.small_sizes import small
-from exportkit.probing.missing import completed_call
 from exportkit.probing.planning import BoundPlan, one_size
 from exportkit.probing.simplify import as_simplified
 from exportkit.programs.domain import Domain
@@ -215,10 +214,9 @@ def _wrong_on_a_kind(traced: TracedProgram, kinds: Mapping[Kind, list[Call]], pr
     refusal = next(filter(None, (_refusal(traced, first) for first, *_ in kinds.values())), None)
     if refusal is not None:
         return refusal
-    plan, defaults = traced.plan, traced.defaults.values
     for first, *_ in kinds.values():
-        call = completed_call(plan, traced.observation, traced.observation.calls[first.index or 0], defaults)
-        if not _serves(traced, recorded, [call]):
+        call = traced.observation.calls[first.index or 0]
+        if not _serves(traced, recorded, [traced.completed(call)]):
             return next(iter(prove(traced, False)), "")
     return ""
 

@@ -60,7 +60,8 @@ def _windows(values: torch.Tensor, size: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _averages(windows: torch.Tensor, is_beyond: torch.Tensor) -> torch.Tensor:
-    return windows.masked_fill(is_beyond, 0).sum(-1) / (~is_beyond).sum(-1)
+    precise = torch.promote_types(windows.dtype, torch.float32)  # a sum in half precision may overflow
+    return (windows.masked_fill(is_beyond, 0).sum(-1, dtype=precise) / (~is_beyond).sum(-1)).to(windows.dtype)
 
 
 def _largest(windows: torch.Tensor, is_beyond: torch.Tensor) -> torch.Tensor:

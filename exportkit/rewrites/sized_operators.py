@@ -182,10 +182,10 @@ def _set_item_read(values: torch.Tensor, places: tuple[Any, ...], part: Any) -> 
             indices.append(place.to(torch.int64))
         elif place is None or isinstance(place, slice):
             indices.append(None)
-    values = torch.as_tensor(part, dtype=view.dtype, device=view.device)
-    while values.ndim > view.ndim - sum(index is not None for index in indices) and values.shape[0] == 1:
-        values = values[0]
-    aten.index_put_(view, indices, values)
+    item, taken = torch.as_tensor(part, dtype=view.dtype, device=view.device), len(list(filter(_is_read, places)))
+    while item.ndim > view.ndim - taken and item.shape[0] == 1:  # leading axes that torch leaves out, too
+        item = item[0]
+    aten.index_put_(view, indices, item)
 
 
 def _fill_diagonal_(values: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
