@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from exportkit.errors import InvalidRequestError
-from exportkit.onnx_files.contract import weights_beside
-from exportkit.onnx_files.quantisers import quiet_logging
+from exportkit.onnx_files.quantisers import quiet_logging, write
 from exportkit.running.kernels import FLOATS, add_outputs
 from exportkit.running.protos import copied, set_nodes, weights_of
 from exportkit.running.session import Session
@@ -46,7 +45,7 @@ def overflowing_nodes(model: onnx.ModelProto, calls: Iterable[Mapping[str, torch
     too_large = {tensor.name for tensor in whole.graph.initializer if _overflows(onnx.numpy_helper.to_array(tensor))}
     with tempfile.TemporaryDirectory(prefix="exportkit-half-") as folder:
         path = Path(folder) / "model.onnx"
-        onnx.save(whole, path, save_as_external_data=True, location=weights_beside(path).name)
+        write(whole, path)
         session = Session(path, optimised=False)
         for feeds in calls:
             values = {**feeds, **session.run(feeds)}

@@ -112,7 +112,7 @@ def _quantise_activations(
         "use_external_data_format": True,
     }
     with tempfile.TemporaryDirectory(prefix="exportkit-quantised-") as folder:
-        path = Path(folder) / "model.onnx"
+        path = Path(folder) / f"{Path(folder).name}.onnx"  # a name that the working directory does not have
         if request.activations == "dynamic":
             quantize_dynamic(model, path, **options)
         else:
@@ -207,12 +207,10 @@ def write(model: onnx.ModelProto, path: Path) -> None:
         model: The graph.
         path: The file; its weights go beside it.
     """
-    import onnx
+    import onnx_ir
 
-    data = weights_beside(path)
-    for file in (path, data):
-        file.unlink(missing_ok=True)
-    onnx.save(model, path, save_as_external_data=True, location=data.name)
+    # onnx.save refuses a name of the weights that the working directory has already
+    onnx_ir.save(onnx_ir.from_proto(model), path, external_data=weights_beside(path).name)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,23 @@ def test_a_quantised_graph_is_smaller_and_measured(exported, tmp_path):
     assert whole.verify().verdict() == "proven"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "int8"},
+        {"weights": exportkit.Quantisation("int8", activations="dynamic")},
+        {"weights": exportkit.Quantisation("int8", activations="static")},
+        {"dtype": "float16"},
+    ],
+    ids=["weights", "dynamic", "static", "dtype"],
+)
+def test_a_file_of_the_working_directory_is_replaced(exported, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert exported.to_onnx("model.onnx", **options).verify().ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+
+
 class Shifted(Words):
     """Logits that two inputs change, each of which may be left out."""
 
