@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[dev,docs]'
 	@touch $@
 
-demo: $(STAMP)  ## Show exportkit at work on a small model
+demo: $(STAMP)  ## Take three small models from a few calls to proven ONNX files
 	@$(BIN)/exportkit demo
 
 test: $(STAMP)  ## Run the tests on two processes
@@ -50,7 +50,7 @@ test: $(STAMP)  ## Run the tests on two processes
 test-fast: $(STAMP)  ## Run the shortest tests, which take about three minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
-durations: $(STAMP)  ## Run the tests and write which are slow (tests/durations.json)
+durations: $(STAMP)  ## Run the tests and record the slow ones in tests/durations.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --write-durations $(ARGS)
 
 trust: $(STAMP)  ## Count right, loud and silent among small adversarial models

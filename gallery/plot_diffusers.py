@@ -2,7 +2,7 @@
 A Stable Diffusion pipeline on ONNX
 ===================================
 
-Does a pipeline of diffusers make the same images with its text encoder, its UNet and the decoder of its VAE on graphs?
+Does a diffusers pipeline make the same images if its text encoder, its UNet and its VAE decoder run as graphs?
 """
 
 from tempfile import TemporaryDirectory
@@ -14,8 +14,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 import exportkit
 
 # %%
-# Tiny models with random weights stand for those that ``StableDiffusionPipeline.from_pretrained`` loads. The tokenizer
-# knows single letters.
+# Tiny models with random weights stand for those that ``StableDiffusionPipeline.from_pretrained`` loads. The vocabulary
+# of the tokenizer is single characters.
 
 torch.manual_seed(0)
 letters = [chr(code) for code in range(33, 127)]
@@ -43,7 +43,7 @@ def images(prompts, size, steps, seed):
 
 
 # %%
-# Two runs are enough: of two sizes, for one prompt and for two.
+# Two runs are enough: at two image sizes, with one prompt and with two.
 
 observer, folder = exportkit.InputObserver(), TemporaryDirectory()
 with observer(pipe):

@@ -38,7 +38,7 @@ with observer(model, store_n_calls=5), torch.no_grad():
         model(torch.randn(batch, 16) * scale)
 
 # %%
-# The graph chooses between the results as the model does. What only one of them needs is computed in a branch.
+# The graph chooses between the results as the model does. Computations that only one of them needs are in a branch.
 
 exported = exportkit.export(model, observer)
 with TemporaryDirectory() as folder, torch.no_grad():

@@ -2,7 +2,7 @@
 Generate in onnxruntime-genai
 =============================
 
-How does a language model run in onnxruntime-genai, which contains the generation loop, without Python code for it?
+How does a language model run in onnxruntime-genai, which has a generation loop of its own, without Python code?
 """
 
 import json

@@ -2,7 +2,7 @@
 Hidden states and attentions of any model
 =========================================
 
-What do the layers of a model return, and how can I see it without changing its code?
+What do the layers of a model return, and how can I see that without changing its code?
 """
 
 import re

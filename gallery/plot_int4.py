@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import exportkit
 
 # %%
-# Random weights say nothing about accuracy. So a small model first learns to count, in steps of 1 to 4.
+# Random weights say nothing about accuracy, so a small model first learns to count, in steps of 1 to 4.
 
 
 def texts(rows, length):
@@ -34,8 +34,9 @@ for _ in range(150):
     optimizer.step()
 
 # %%
-# The graph is compared with the model at the recorded calls, and at others. ``accuracy=0.98`` is the share of positions
-# at which the most likely token has to be the model's. The most sensitive layers are stored in more bits until it is.
+# The graph is compared with the model on the recorded calls, and on others. ``accuracy=0.98`` is the share of positions
+# at which the most likely token has to be the model's. The most sensitive layers are stored in more bits until this
+# share is reached.
 
 observer, folder = exportkit.InputObserver(), TemporaryDirectory()
 with observer(model.eval()):
@@ -45,7 +46,7 @@ exported = exportkit.export(model, observer)
 print(exported.save(folder.name, runtime="genai", weights="int4", accuracy=0.98).verify())
 
 # %%
-# The runtime counts on as the model does.
+# The runtime continues counting as the model does.
 
 prompt, runtime = texts(1, 12), onnxruntime_genai.Model(folder.name)
 parameters = onnxruntime_genai.GeneratorParams(runtime)

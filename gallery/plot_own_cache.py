@@ -46,7 +46,7 @@ with observer(model, store_n_calls=4), torch.no_grad():
             model(torch.randint(50, (rows, length)), cache)
 
 # %%
-# The graph changes the caller's cache as the model does, its Python number included. One graph serves prompts, single
+# The graph changes the caller's cache as the model does, including its Python number. One graph serves prompts, single
 # tokens, and several tokens on a filled cache.
 
 with TemporaryDirectory() as folder, torch.no_grad():

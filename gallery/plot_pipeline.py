@@ -2,7 +2,7 @@
 A pipeline of three models on graphs
 ====================================
 
-Does a pipeline make the same image with its text encoder, its UNet and the decoder of its VAE on ONNX?
+Does a pipeline make the same image if its text encoder, its UNet and the decoder of its VAE run as ONNX graphs?
 """
 
 from tempfile import TemporaryDirectory

@@ -2,7 +2,7 @@
 A script on graphs, without editing it
 ======================================
 
-A program exists already, and imports nothing from here. Do its models give the same results on ONNX?
+I have a script that does not import exportkit. Do its models return the same results as ONNX graphs?
 """
 
 import subprocess
@@ -37,8 +37,8 @@ script, out = Path(folder.name, "classify.py"), Path(folder.name, "out")
 script.write_text(PROGRAM)
 
 # %%
-# ``exportkit run`` runs it as it is, records what its models are given, exports and proves them, and runs it again with
-# the graphs in their place. On a command line: ``exportkit run classify.py --texts 3 --observe model --out out``.
+# ``exportkit run`` runs it unchanged, records the calls of its models, exports and proves the models, and runs it again
+# with the graphs in their place. On a command line: ``exportkit run classify.py --texts 3 --observe model --out out``.
 
 options = ["--texts", "3", "--observe", "model", "--out", str(out)]
 command = [sys.executable, "-m", "exportkit", "run", str(script), *options]

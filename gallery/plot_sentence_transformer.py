@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 import exportkit
 
 # %%
-# A tiny encoder with random weights stands for a real one, which ``SentenceTransformer(name)`` loads.
+# A tiny encoder with random weights takes the place of a real one, which ``SentenceTransformer(name)`` would load.
 
 WORDS = ["a", "the", "cat", "dog", "bird", "sees", "hears", "and", "not", "small", "old"]
 
@@ -43,10 +43,10 @@ out = Path(folder.name, "out")
 print(exportkit.export(model, observer).save(out).verify().verdict())
 
 # %%
-# ``encode`` itself stays as it is: only ``forward`` is replaced, for the time of the block.
+# ``encode`` itself is unchanged: only ``forward`` is replaced, and only inside the block.
 
 texts = ["a small bird hears the dog", "the cat", "an old cat and a dog and a bird", "not the dog"] * 10
 expected = model.encode(texts)
 with exportkit.load(out).in_place_of(model) as calls:
     found = model.encode(texts, batch_size=8)
-print(calls, "largest difference:", np.abs(found - expected).max() < 1e-5)
+print(calls, "equal within 1e-5:", np.abs(found - expected).max() < 1e-5)
