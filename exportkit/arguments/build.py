@@ -57,7 +57,8 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int], r
                 tensor = padded(tensor) if plan.by_path[full].restored else tensor
                 made[full] = fitted(full, tensor, observation, shapes, dynamic, reaching)
     for grid in plan.grids:
-        made[grid.path] = torch.tensor(grid.taken(shapes[grid.path][0])).reshape(shapes[grid.path]).to(made[grid.path])
+        taken = grid.taken(shapes[grid.path][0], shapes[grid.rows][grid.axis])
+        made[grid.path] = torch.tensor(taken).reshape(shapes[grid.path]).to(made[grid.path])
     for path, blocks in needed.items():
         made[path] = with_tokens(made[path], [p.value for p in plan.placeholders if p.tokens == path], blocks)
     for marker in plan.markers:

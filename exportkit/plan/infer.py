@@ -139,17 +139,25 @@ def with_rows(plan: Plan, placeholders: Sequence[Placeholder]) -> Plan:
 
 
 def with_grids(plan: Plan, grids: Sequence[Grids]) -> Plan:
-    """Returns the plan in which the number of images of each grid, and the number of its rows, are variables."""
+    """Returns the plan in which the number of images of each grid, and the number of its rows, are variables.
+
+    Other inputs may have as many rows as lengths say, and as many as there are lengths.
+    """
     plan = replace(plan, grids=tuple(grids))
     for number, grid in enumerate(grids):
+        one, all_of_them = "grid for each image", f"products of {grid.path} say"
+        if grid.are_lengths:
+            one, all_of_them = "length for each part", f"sum of {grid.path} says"
         axes = {
-            f"images_{number}": (grid.path, 0, 1, "one grid for each image"),
-            f"patches_{number}": (grid.rows, grid.axis, grid.per, f"as many as the products of {grid.path} say"),
+            f"images_{number}": (grid.path, 0, 1, f"one {one}"),
+            f"patches_{number}": (grid.rows, grid.axis, grid.per, f"as many as the {all_of_them}"),
         }
         for name, (path, axis, per, evidence) in axes.items():
             seen = tuple(None if shape is None else shape[axis] // per for shape in plan.by_path[path].shapes)
+            size = plan.by_path[path].sizes[axis]
+            alike = plan.axes_of(size.variable) if grid.are_lengths and size.variable else [(path, axis)]
             plan = replace(plan, variables=(*plan.variables, Variable(name, "other", seen, evidence)))
-            plan = plan.with_sizes({(path, axis): Expression(((name, per),))})
+            plan = plan.with_sizes(dict.fromkeys(alike, Expression(((name, per),))))
     return name_variables(plan)
 
 
@@ -190,7 +198,7 @@ def _name_and_role(plan: Plan, variable: Variable, taken: Collection[str]) -> tu
     leaves = [(plan.by_path[path], axis) for path, axis in plan.axes_of(variable.name)]
     if not leaves and variable.role == "past":  # it only follows from others: every cache has a window
         return "past_sequence", "past"
-    for grid in plan.grids:
+    for grid in [grid for grid in plan.grids if not grid.are_lengths]:
         if (plan.by_path[grid.path], 0) in leaves:
             return f"{_stem(grid.path)}s", "other"
         if variable.name in plan.by_path[grid.rows].sizes[grid.axis].variables():

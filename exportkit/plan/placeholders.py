@@ -1,7 +1,7 @@
 """Relations between values and sizes, which no expression over sizes can state.
 
 Token ids hold placeholders for rows of another input, such as the features of an image. The products of grids of
-patches say how many rows another input has. Token types mark where the placeholders are.
+patches, or the sum of lengths, say how many rows another input has. Token types mark where the placeholders are.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class Placeholder:
 class Grids:
     """Grids of patches, one for each image; the product of a grid is the image's number of rows in another input.
 
+    Lengths of parts that are in one tensor one after the other, such as ``x.split(lengths.tolist())``, are grids with
+    one number each.
+
     Attributes:
-        path: Path of the grids ``(images, axes)``.
+        path: Path of the grids ``(images, axes)``, or of the lengths ``(parts)``.
         rows: Path of the input with a row for each patch.
         examples: Grids to build calls with, taken in turn.
         axis: The axis of that input along which the patches are.
@@ -53,13 +56,27 @@ class Grids:
     axis: Size = 0
     per: Size = 1
 
-    def taken(self, images: int) -> list[tuple[int, ...]]:
-        """Returns the grids of that many images."""
+    @property
+    def are_lengths(self) -> bool:
+        """Whether the grids are lengths."""
+        return all(len(grid) == 1 for grid in self.examples)
+
+    def taken(self, images: int, rows: int | None = None) -> list[tuple[int, ...]]:
+        """Returns the grids of that many images.
+
+        Args:
+            images: How many there are.
+            rows: How many rows they have, which is followed where it is 0 or 1, and where parts may be empty or one is
+                the only part.
+        """
+        may_be = images == 1 or (images > 1 and (0,) in self.examples)
+        if self.are_lengths and rows in (0, 1) and may_be:
+            return [(rows if number == 0 else 0,) for number in range(images)]
         return [self.examples[number % len(self.examples)] for number in range(images)]
 
-    def count(self, images: int) -> int:
-        """Returns the number of rows of that many images."""
-        return sum(math.prod(grid) for grid in self.taken(images))
+    def count(self, images: int, rows: int | None = None) -> int:
+        """Returns the number of rows of that many images; the arguments are those of `taken`."""
+        return sum(math.prod(grid) for grid in self.taken(images, rows))
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,7 @@ def needed_tokens(
         grid = by_rows.get(p.rows)
         found[p.tokens][p.value] = [1] * (p.factor * shapes[p.rows][0] // p.per)
         if grid is not None:
-            rows = [math.prod(taken) for taken in grid.taken(shapes[grid.path][0])]
+            rows = [math.prod(taken) for taken in grid.taken(shapes[grid.path][0], shapes[p.rows][0])]
             found[p.tokens][p.value] = [p.factor * count // p.per for count in rows]
     return {path: [(v, n) for v, lengths in runs.items() for n in lengths] for path, runs in found.items()}
 

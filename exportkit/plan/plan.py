@@ -117,7 +117,7 @@ class Plan:
         found = dict(sizes)
         for grid in self.grids:
             for rows in self.by_path[grid.rows].sizes[grid.axis].variables():
-                found[rows] = grid.count(self.by_path[grid.path].sizes[0].evaluate(sizes))
+                found[rows] = grid.count(self.by_path[grid.path].sizes[0].evaluate(sizes), sizes.get(rows))
         return found
 
     def static_sizes(self) -> frozenset[int]:

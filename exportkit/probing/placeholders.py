@@ -1,7 +1,8 @@
-"""Finds relations between values and sizes: placeholders in token ids, grids of patches, and marks of placeholders.
+"""Finds relations between values and sizes: placeholders in token ids and marks of them, grids of patches, lengths.
 
 Multimodal models replace each placeholder token by a row of image or audio features, so the number of rows follows from
-values; and the products of grids say how many patches there are. Each relation is confirmed by running the model.
+values; the products of grids say how many patches there are, and lengths how many rows the parts of a tensor have
+together. Each relation is confirmed by running the model.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from exportkit.probing.model_probe import ModelProbe
 _MOST_TRIALS = 24  # groups of inputs and tokens that are tried, an eager run or two each
 _TOKENS_RANK = 2
 _GRID_AXES = (2, 3)
+_NONE = torch.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def find_value_relations(probe: ModelProbe) -> ValueRelations:
     fraction is enough. It is confirmed if the model raises for a different number of rows alone, and accepts this
     number together with as many tokens.
     """
-    grids = tuple(_grids(probe))
+    grids = (*_grids(probe), *_lengths(probe))
     found = ValueRelations(grids=grids)
     for number, group in enumerate(_candidates(probe, grids)):
         if number >= _MOST_TRIALS:
@@ -85,6 +87,39 @@ def _grids(probe: ModelProbe) -> Iterator[Grids]:
                     taken.add(other.path)
                     yield Grids(leaf.path, other.path, tuple(examples), *found)
                     break
+
+
+def _lengths(probe: ModelProbe) -> Iterator[Grids]:
+    """Yields inputs of lengths whose sum is the number of rows of another input, if the model insists on it.
+
+    It has to raise without the rows of the last part, and to take all parts twice.
+    """
+    for leaf in probe.table.leaves:
+        calls = [tensors for call in probe.observation.calls if leaf.path in (tensors := call.tensors())]
+        if leaf.rank != 1 or not leaf.is_integer or any((tensors[leaf.path] < 0).any() for tensors in calls):
+            continue
+        sums = [int(tensors[leaf.path].sum()) for tensors in calls]
+        rows, parts = _as_long(calls, sums), _as_long(calls, [len(tensors[leaf.path]) for tensors in calls])
+        ending = [call for call in probe.observation.calls if call.tensors().get(leaf.path, _NONE)[-1:].any()]
+        if len({*sums}) == 1 or not rows or leaf.path in rows or not ending:
+            continue
+        call, tensors = ending[0], ending[0].tensors()
+        without = {path: tensors[path][: -int(tensors[leaf.path][-1])] for path in rows}
+        twice = {path: torch.cat([tensors[path]] * 2) for path in (*rows, *parts)}
+        if probe.outputs(call.with_tensors(without)) is None and probe.outputs(call.with_tensors(twice)) is not None:
+            lengths = {(int(length),) for tensors in calls for length in tensors[leaf.path]}
+            yield Grids(leaf.path, rows[0], tuple(sorted(lengths, reverse=True)))
+
+
+def _as_long(calls: Sequence[Mapping[str, torch.Tensor]], sizes: Sequence[int]) -> list[str]:
+    """The inputs whose first axis has these sizes in the calls."""
+    return [
+        path
+        for path in calls[0]
+        if all(
+            path in tensors and tensors[path].shape[:1] == (size,) for tensors, size in zip(calls, sizes, strict=True)
+        )
+    ]
 
 
 def _axis_of_patches(calls: Sequence[Mapping[str, torch.Tensor]], grid: str, rows: str) -> tuple[int, int] | None:

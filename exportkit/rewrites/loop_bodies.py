@@ -162,7 +162,7 @@ def _change(node: ast.AST, loop: ast.For, own: set[str], computed: set[str]) -> 
             return (
                 f"it calls `{name}` on `{place}`, and also reads `{place}` in the loop or does not {name} exactly once "
                 "per iteration",
-                "append exactly one tensor in each iteration, and read the list after the loop.",
+                "append exactly one tensor in each iteration, and read only its last elements in the loop.",
             )
         is_own = _is_copy(value) or (isinstance(value, ast.Name) and value.id in computed)
         if name not in _CHANGES and is_in_place(name) and not is_own:

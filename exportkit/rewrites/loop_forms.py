@@ -9,6 +9,7 @@ from typing import Any
 
 from exportkit.rewrites.loop_bodies import belongs
 from exportkit.rewrites.loop_choices import with_appends_in_any_case, with_opposite_conditions
+from exportkit.rewrites.loop_elements import ReadElement, read_elements
 from exportkit.rewrites.loop_ends import Element, early_end, with_break
 from exportkit.rewrites.loop_growth import Bunched, Grown, bunched_lists, grown_tensors
 from exportkit.rewrites.loop_names import names_of
@@ -42,6 +43,7 @@ class PlainLoop:
         targets: The names for what the loop's target is after it, by those of the target.
         elements: What the iterations add to lists before the loop ends, by the names of the lists, if it may end early.
         flag: The name of a flag that is set where the loop ends early.
+        read: Elements of lists that iterations read, while each of them adds one.
     """
 
     loop: ast.For
@@ -52,6 +54,7 @@ class PlainLoop:
     targets: dict[str, str] = field(default_factory=dict)
     elements: dict[str, Element] = field(default_factory=dict)
     flag: str | None = None
+    read: list[ReadElement] = field(default_factory=list)
 
 
 def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
@@ -66,6 +69,7 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     if found is None:
         return None
     found.loop.body = with_appends_in_any_case(with_opposite_conditions(found.loop.body), number)
+    found.read = read_elements(found.loop, number)
     _end_early(found, number)
     targets = names_in(found.loop.target)
     own = names_in(*found.loop.body, context=ast.Store) - names_of(found.loop.body).read

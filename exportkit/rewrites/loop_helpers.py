@@ -26,6 +26,7 @@ from exportkit.rewrites.loop_choices import (
     truth,
     written,
 )
+from exportkit.rewrites.loop_elements import element
 from exportkit.rewrites.loop_growth import bunch, extended, joined
 from exportkit.rewrites.loop_indices import item, rows, with_item
 from exportkit.rewrites.loop_lists import (
@@ -35,6 +36,7 @@ from exportkit.rewrites.loop_lists import (
     StackedLists,
     Steps,
     product_of,
+    segments,
     starred,
     steps_of_parts,
     until,
@@ -42,7 +44,8 @@ from exportkit.rewrites.loop_lists import (
 from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.loop_positions import Position, exact, is_int, part_between, plain, small_exponent
 from exportkit.rewrites.loop_runs import run
-from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, as_read, range_limits
+from exportkit.rewrites.symbolic_lists import Parts, Sizes, SymbolicList, as_read, range_limits
+from exportkit.trees.tree import is_integer
 
 # Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
@@ -73,7 +76,7 @@ class Helpers:
             return Steps(elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements))
         if isinstance(iterated, Parts):
             return steps_of_parts(iterated)
-        if isinstance(iterated, SymbolicList):
+        if isinstance(iterated, SymbolicList) and not isinstance(iterated, Sizes):  # numbers, see `tolist`
             iterated = iterated.whole()
         if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):
             return Steps(iterated, lambda element, _: element, lambda: iterated[0])
@@ -155,6 +158,7 @@ class Helpers:
     checked = staticmethod(checked)
     is_one_of, chosen, one_of_two = staticmethod(is_one_of), staticmethod(chosen), staticmethod(one_of_two)
     written, only_if, kept = staticmethod(written), staticmethod(only_if), staticmethod(kept)
+    element = staticmethod(element)
     plain, part, put = staticmethod(plain), staticmethod(part_between), staticmethod(with_item)
 
     @staticmethod
@@ -193,6 +197,8 @@ class Helpers:
     def split(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the parts of a tensor, or of a string."""
         tensor, size, dim = _arguments_of(owner, args, options, split_size=None, dim=0)
+        if isinstance(tensor, torch.Tensor) and isinstance(size, Sizes):
+            return segments(tensor, size.whole(), dim % tensor.ndim)
         is_number = type(size) is int and isinstance(tensor, torch.Tensor) and _is_symbolic(tensor.shape[dim])
         if is_number and size > 1:
             return Chunks(tensor, size, dim % tensor.ndim)
@@ -207,10 +213,20 @@ class Helpers:
         return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
 
     @staticmethod
-    def tolist(value: Any) -> Any:
-        """Returns what a loop runs over in place of ``value.tolist()``: a tensor, if its length is symbolic."""
-        is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])
-        return as_read(value) if is_symbolic else value.tolist()
+    def tolist(value: Any, is_iterated: bool = False) -> Any:
+        """Returns ``value.tolist()``, or a list of symbolic length, if the tensor has such a length.
+
+        Args:
+            value: The tensor, or the list.
+            is_iterated: Whether a loop runs over it, which computes with numbers as Python does.
+        """
+        if isinstance(value, Sizes):
+            return value.whole() if is_iterated else value
+        if not (isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])):
+            return value.tolist() if hasattr(value, "tolist") else value
+        if is_iterated:
+            return as_read(value)
+        return Sizes(as_read(value)) if value.ndim == 1 and is_integer(value) else value.tolist()
 
     @staticmethod
     def number(value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_map
 from exportkit._torch_compat.symbolic_shapes import is_counted_in_loop, is_same
+from exportkit._torch_compat.traced_values import asserted
 from exportkit.rewrites.loop_positions import Position, Span, is_int, is_number
 
 
@@ -67,7 +68,7 @@ class SliceOfUnknownLength:
         return self._of_some(math.inf, args, options).amin(*args, **options)
 
     def _of_some(self, number: float, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
-        assert self._count > 0, "a slice that is empty has no largest element"
+        asserted(self._count > 0, "a slice that is empty has no largest element")
         filled = self._filled(number, args, options)
         return self.rows() if filled is None else filled
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_map
-from exportkit._torch_compat.traced_values import number_asserted
+from exportkit._torch_compat.traced_values import asserted, at_least, number_asserted
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, item
 from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, TensorList
 
@@ -167,6 +167,25 @@ class Chunks(Parts):
 
     def __getitem__(self, index: Any) -> Any:
         return self._as_traced()[index]
+
+
+def segments(tensor: torch.Tensor, lengths: torch.Tensor, axis: int) -> Parts:
+    """Returns what ``tensor.split(lengths, axis)`` returns, for any number of lengths.
+
+    Args:
+        tensor: The tensor.
+        lengths: How long the parts are: (parts,), int64.
+        axis: The axis, counted from the first one.
+    """
+    asserted((lengths >= 0).all() & (lengths.sum() == tensor.shape[axis]), "a split into parts of these lengths")
+    places = torch.arange(at_least(lengths.max().item(), 0))
+    is_there = places < lengths[:, None]
+    ends = lengths.cumsum(0)
+    # one more row is in place of what is behind the end of a part
+    filler = tensor.new_zeros([1 if own == axis else size for own, size in enumerate(tensor.shape)])
+    rows = torch.where(is_there, (ends - lengths)[:, None] + places, tensor.shape[axis])
+    padded = torch.cat([tensor, filler], axis).index_select(axis, rows.flatten())
+    return Parts(padded.unflatten(axis, rows.shape).movedim(axis, 0), lengths, axis)
 
 
 def parts_of(items: Any) -> list[torch.Tensor]:

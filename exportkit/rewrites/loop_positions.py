@@ -123,10 +123,11 @@ class Span:
     Args:
         start: Where it begins: a number, the number of an iteration, a tensor without axes, or None.
         stop: Where it ends.
+        is_idle: Whether the iteration changes nothing, so that the slice may be any; None or a text if it counts.
     """
 
-    def __init__(self, start: Any, stop: Any) -> None:
-        self.start, self.stop = start, stop
+    def __init__(self, start: Any, stop: Any, is_idle: torch.Tensor | str | None) -> None:
+        self.start, self.stop, self._is_idle = start, stop, is_idle
 
     def rows(self, axis_size: Any) -> torch.Tensor | None:
         """Returns the indices in a slice whose length is the same in every iteration; None for any other."""
@@ -143,10 +144,7 @@ class Span:
             found = found & (places >= _from_start(self.start, size))
         if self.stop is not None:
             found = found & (places < _from_start(self.stop, size))
-        for limit in (self.start, self.stop):
-            if isinstance(limit, Position) and limit.is_idle is not None:
-                found = found | limit.is_idle
-        return found
+        return found | self._is_idle if isinstance(self._is_idle, torch.Tensor) else found
 
 
 def _from_start(limit: Any, size: Any) -> Any:
@@ -156,14 +154,14 @@ def _from_start(limit: Any, size: Any) -> Any:
     return limit + size if limit < 0 else limit
 
 
-def part_between(start: Any, stop: Any, step: Any) -> Span | slice:
-    """Returns ``slice(start, stop, step)``."""
+def part_between(start: Any, stop: Any, step: Any, is_idle: torch.Tensor | str | None) -> Span | slice:
+    """Returns ``slice(start, stop, step)``; ``is_idle`` as for `Span`."""
     start, stop = _limit(start), _limit(stop)
     if not _is_value(start) and not _is_value(stop):
         return slice(start, stop, step)
     if step is not None:
         raise TypeError("a slice that depends on values has a step")
-    return Span(start, stop)
+    return Span(start, stop, is_idle)
 
 
 def _limit(limit: Any) -> Any:

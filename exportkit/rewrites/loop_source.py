@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from exportkit.rewrites.loop_syntax import (
     call,
     helper,
     names_in,
+    parameters_in,
     rebound,
     root_of,
     tuple_of,
@@ -33,7 +35,7 @@ from exportkit.rewrites.model_code import only_raises
 _BODY, _STEPS = "_exportkit_body", "_exportkit_steps"
 _ITERATIONS = {"range", "enumerate", "zip", "reversed"}
 _PRODUCTS = {"product", "itertools.product", f"{HELPERS}.nested"}
-_LISTING = {"unbind", "chunk", "split"}
+_LISTING = {"unbind", "chunk", "split", "tolist"}
 
 
 def with_loops_as_functions(
@@ -47,11 +49,12 @@ def with_loops_as_functions(
         deciding: Lines that decide by the values of tensors: the function computes both sides.
     """
     decides = compute_both_sides(definition, deciding)
-    slices = _ListsOfSlices()
-    definition = ast.fix_missing_locations(slices.visit(with_loops_for_comprehensions(definition)))
+    definition = with_loops_for_comprehensions(definition)
+    lists = _Lists(definition)
+    definition = ast.fix_missing_locations(lists.visit(definition))
     loops = _Loops(definition)
     changed = loops.visit(definition)
-    if not loops.found and not slices.found and not decides:
+    if not loops.found and not lists.found and not decides:
         return None
     arguments = [ast.arg(name) for name in names]
     # a function that calls itself finds itself where it did before
@@ -152,7 +155,8 @@ def _with_body(
     added = {id(statement): f"_exportkit_added_{lists.index(name)}" for name, statement in appended.items()}
     targets = names_in(loop.target)
     is_first_apart = _decides_by(targets, loop)
-    kept = {*names} - rebound(*node.body) - (rebound(*loop.body) & plain.places.keys())
+    own = plain.places.keys() | {each.name for each in plain.read}
+    kept = {*names} - rebound(*node.body) - (rebound(*loop.body) & own)
     statements = body_statements(loop, added, {*names})
     function = ast.FunctionDef(
         body,
@@ -217,10 +221,14 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
             names = tuple_of([ast.Constant(each) for each in sorted(read)])
             value = call("attribute", place.value, ast.Constant(place.attr), root, names)
         found.append(assigned(name, value))
+    for element in plain.read:
+        length = element.length or ast.Constant(None)
+        value = call("element", variable(element.items), ast.Constant(element.index), length)
+        found.append(assigned(element.name, value))
     for target, name in plain.targets.items():
         found.append(assigned(name, _local(target)))
-    for element in plain.elements.values():
-        for name, start in ((element.name, ast.Constant(NOTHING)), (element.count, ast.Constant(0))):
+    for each in plain.elements.values():
+        for name, start in ((each.name, ast.Constant(NOTHING)), (each.count, ast.Constant(0))):
             found.append(assigned(name, start))
     if plain.flag is not None:
         found.append(assigned(plain.flag, ast.Constant(False)))
@@ -257,11 +265,26 @@ def _after(plain: PlainLoop, loop: ast.For, steps: str) -> list[ast.stmt]:
     return found
 
 
-class _ListsOfSlices(ast.NodeTransformer):
-    """Makes ``x.unbind(1)`` a list that may have a symbolic length, wherever it stands."""
+class _Lists(ast.NodeTransformer):
+    """Makes ``x.unbind(1)`` or ``x.tolist()`` a list that may have a symbolic length, wherever it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, definition: ast.FunctionDef) -> None:
         self.found = 0
+        self._numbers = _names_of_numbers(definition)
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        for each in ast.walk(node.iter):
+            match each:
+                case ast.Call(ast.Name(function), args) if function in _ITERATIONS:
+                    each.args = [self._of_numbers(arg) for arg in args]
+        node.iter = self._of_numbers(node.iter)
+        return node
+
+    def _of_numbers(self, node: ast.expr) -> ast.expr:
+        """A list of numbers that were read from a tensor, so that a loop over it computes with numbers."""
+        is_name = isinstance(node, ast.Name) and node.id in self._numbers
+        return ast.copy_location(call("tolist", node), node) if is_name else node
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
@@ -283,22 +306,43 @@ class _ListsOfSlices(ast.NodeTransformer):
         return node
 
 
+def _names_of_numbers(definition: ast.FunctionDef) -> set[str]:
+    """The names that stand for nothing but ``x.tolist()``."""
+    found, stored = Counter[str](), Counter[str]()
+    for node in ast.walk(definition):
+        match node:
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+                found.update(map(_name_of_numbers, targets, values))
+            case ast.Assign([target], value):
+                found.update([_name_of_numbers(target, value)])
+            case ast.Name(name, ast.Store()):
+                stored[name] += 1
+    return {name for name in found if found[name] == stored[name]} - parameters_in(definition.args)
+
+
+def _name_of_numbers(target: ast.expr, value: ast.expr) -> str:
+    match target, value:
+        case ast.Name(name), ast.Call(ast.Attribute(_, "tolist"), [], []):
+            return name
+    return ""
+
+
 class _Iterated(ast.NodeTransformer):
     """Makes what a loop runs over something that may have a symbolic length."""
 
     def visit_Call(self, node: ast.Call) -> Any:
         function = node.func
-        is_listing = isinstance(function, ast.Attribute) and function.attr == "tolist"
+        is_listing = ast.unparse(function) == f"{HELPERS}.tolist"
         is_product = ast.unparse(function) in _PRODUCTS
         if not (is_listing or is_product or (isinstance(function, ast.Name) and function.id in _ITERATIONS)):
             return node  # what it does with what it gets is not known
         self.generic_visit(node)
-        if is_product:
+        if is_listing:
+            node.args = [node.args[0], ast.Constant(True)]
+        elif is_product:
             node.func, node.args = helper("product"), [function, *node.args]
         elif isinstance(function, ast.Name):
             node.func = helper(function.id)
-        elif isinstance(function, ast.Attribute) and function.attr == "tolist" and not node.args:
-            node.func, node.args = helper("tolist"), [function.value]
         return node
 
 

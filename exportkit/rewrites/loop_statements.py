@@ -326,7 +326,7 @@ def _read_names(body: Sequence[ast.stmt]) -> set[str]:
 def _read_targets(target: ast.expr, iterated: ast.expr) -> set[str]:
     """The names of a loop's target that stand for numbers of ``tensor.tolist()``."""
     match target, iterated:
-        case ast.Name(name), ast.Call(ast.Attribute(_, "tolist"), [], []):
+        case ast.Name(name), ast.Call(ast.Attribute(_, "tolist")):
             return {name}
         case ast.Tuple([_, each]), ast.Call(ast.Name("enumerate"), [inner, *_]):
             return _read_targets(each, inner)
@@ -366,6 +366,6 @@ def _index(node: ast.Subscript) -> ast.expr:
         if not isinstance(part, ast.Slice):
             return part
         limits = [limit or ast.Constant(None) for limit in (part.lower, part.upper, part.step)]
-        return call("part", *limits)
+        return call("part", *limits, variable(IS_IDLE))
 
     return value(node.slice)
