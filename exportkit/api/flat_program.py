@@ -36,7 +36,7 @@ def flat_program(traced: TracedProgram) -> torch.export.ExportedProgram:
             module.graph.erase_node(nodes[spec.arg.name])
         else:
             inputs.append(spec)
-    (output,) = module.graph.find_nodes(op="output")
+    output: Any = module.graph.output_node()
     for value, result in zip(output.args[0], signature.output_specs, strict=True):
         if result.kind is not OutputKind.USER_OUTPUT or isinstance(result.arg, TensorArgument):
             outputs.append(result)

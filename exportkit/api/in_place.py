@@ -17,6 +17,7 @@ from exportkit.calls.application import module_at, modules_in, require_distinct,
 from exportkit.calls.method_wrapper import attach
 from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import OnnxRunner
+from exportkit.plan.tables import count
 
 Outside = Literal["raise", "eager"]
 _Autocast = tuple[tuple[str, str], ...]  # types of devices with their dtypes
@@ -75,8 +76,7 @@ class InPlace:
         return [place[1:] for place in (self._places[-1:] if self._is_single else self._places)]
 
     def __repr__(self) -> str:
-        calls = "1 call" if self.inside == 1 else f"{self.inside} calls"
-        return f"{type(self).__name__}({calls} inside, {self.outside} outside)"
+        return f"{type(self).__name__}({count(self.inside, 'call')} inside, {self.outside} outside)"
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:

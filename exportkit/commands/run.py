@@ -24,6 +24,7 @@ from exportkit.commands.shared import (
     stderr,
 )
 from exportkit.errors import NoCallsError
+from exportkit.plan.tables import count
 
 if TYPE_CHECKING:
     from exportkit.api.script_runs import ObservedScript, RunOnGraphs
@@ -98,9 +99,8 @@ def run(
     typer.echo(f"{asked.name} on the graphs prints {_compared(first.run.printed, second.run.printed)}")
     reasons = [*([] if report["ok"] else [report["verdict"].partition(": ")[2]]), *second.problems]
     problems = [" ".join(reason.split()) for reason in reasons]
-    calls = "1 call" if second.calls == 1 else f"{second.calls} calls"
     verdict = f"NOT PROVEN: {'; '.join(problems)}" if problems else "proven"
-    typer.echo(f"{verdict}; {calls}: {_durations(first, second)}")
+    typer.echo(f"{verdict}; {count(second.calls, 'call')}: {_durations(first, second)}")
     raise typer.Exit(NOT_PROVEN if problems else 0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, copied_module, nodes_in, schema_of, with_graph_module
+from exportkit._torch_compat.graph import arguments_of, rewritten, schema_of
 from exportkit.onnx_files.complex_arithmetic import has_complex
 
 aten = torch.ops.aten
@@ -39,12 +39,7 @@ def with_complex_as_pairs(program: torch.export.ExportedProgram) -> torch.export
     Args:
         program: As torch.export.export returns it. A view stays a view of the same tensor: it may be written to.
     """
-    if not any(map(_moves_complex, nodes_in(program.graph_module))):
-        return program
-    module = copied_module(program)
-    for node in filter(_moves_complex, nodes_in(module)):
-        _move_pairs(node)
-    return with_graph_module(program, module)
+    return rewritten(program, _moves_complex, _move_pairs)
 
 
 def _moves_complex(node: torch.fx.Node) -> bool:

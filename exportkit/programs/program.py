@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, export_with_gradients, nodes_in, trace_module, without_regions
+from exportkit._torch_compat.graph import (
+    arguments_of,
+    dtype_of,
+    export_with_gradients,
+    nodes_in,
+    trace_module,
+    without_regions,
+)
 from exportkit._torch_compat.loop_operators import with_constants_outside
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, answered_questions
 from exportkit._torch_compat.traced_values import is_counted, size_in_trace, value_error
@@ -153,7 +160,7 @@ class TracedProgram:
     @property
     def half_dtypes(self) -> tuple[str, ...]:
         """The dtypes in half precision in which the program computes something."""
-        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in nodes_in(self.program.graph_module)}
+        dtypes = {dtype_of(node) for node in nodes_in(self.program.graph_module)}
         return tuple(dtype_name(dtype) for dtype in HALF if dtype in dtypes)
 
     @property

@@ -26,7 +26,7 @@ from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.plan.plan import Plan
 from exportkit.proof.half import most_allowed
 from exportkit.running.bounds import Bound, local_scale, magnitudes, rounding_bound, usual_bound
-from exportkit.running.compare import Tensors, compare_tensors, elements_apart
+from exportkit.running.compare import Tensors, compare_tensors, elements_apart, same_value
 from exportkit.running.masks import Visible, find_masks, visible_positions, visible_tail
 from exportkit.trees.tree import is_inexact
 
@@ -89,7 +89,7 @@ def measurements(graph: OnnxGraph, call: Call, expected: Tensors, runs: int | No
         ties: dict[str, torch.Tensor] = {}
         if chooses:
             plain = graph.contract.simplified(run(call))
-            ties = {p: t for p, t in base.items() if _same(expected[p], plain[p]) and not _same(plain[p], t)}
+            ties = {p: t for p, t in base.items() if same_value(expected[p], plain[p]) and not same_value(plain[p], t)}
             if ties:
                 yield MeasuredCall(ties, found)
         moved: dict[str, torch.Tensor] = {}
@@ -116,10 +116,6 @@ def hidden_by_padding(graph: OnnxGraph, call: Call) -> dict[str, torch.Tensor]:
             hidden = _arbitrary(returned, contract.simplified(eager(changed)), visible)
             found |= {path: torch.maximum(tensor, found.get(path, tensor)) for path, tensor in hidden.items()}
     return found
-
-
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.shape == second.shape and not bool(elements_apart(first, second).any())
 
 
 def _moved(base: Tensors, varied: Tensors, before: Tensors) -> dict[str, torch.Tensor]:

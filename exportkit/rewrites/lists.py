@@ -35,7 +35,7 @@ from exportkit.rewrites.packed_sequences import PACK
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
-from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList, as_read
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList, as_read, has_symbolic_length
 
 aten = torch.ops.aten
 _ALIGNED = "_nested_tensor_from_mask_left_aligned"  # asked by an encoder that may leave padding out
@@ -98,10 +98,6 @@ def lists_of_one(_model: torch.nn.Module) -> Replacing:
     )
 
 
-def _is_symbolic(tensor: torch.Tensor) -> bool:
-    return tensor.ndim > 0 and isinstance(tensor.shape[0], torch.SymInt)
-
-
 _original: dict[str, Callable[..., Any]] = {
     "__iter__": torch.Tensor.__iter__, "__len__": torch.Tensor.__len__, "split": torch.Tensor.split,
     "torch.split": torch.split, "torch.as_tensor": torch.as_tensor,
@@ -109,11 +105,11 @@ _original: dict[str, Callable[..., Any]] = {
 
 
 def _iter(self: torch.Tensor) -> Any:
-    return iter([self.flatten(0, 1)]) if self.ndim > 1 and _is_symbolic(self) else _original["__iter__"](self)
+    return iter([self.flatten(0, 1)]) if self.ndim > 1 and has_symbolic_length(self) else _original["__iter__"](self)
 
 
 def _len(self: torch.Tensor) -> Any:
-    if _is_symbolic(self):  # list() then does without the length; other callers fail instead of fixing it
+    if has_symbolic_length(self):  # list() then does without the length; other callers fail instead of fixing it
         raise TypeError(SYMBOLIC_LENGTH)
     return _original["__len__"](self)
 
@@ -141,7 +137,7 @@ def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
     original = cls.tolist
 
     def tolist(self: torch.Tensor) -> Any:
-        return Sizes(as_read(self)) if self.ndim == 1 and _is_symbolic(self) else original(self)
+        return Sizes(as_read(self)) if self.ndim == 1 and has_symbolic_length(self) else original(self)
 
     return tolist
 

@@ -48,7 +48,7 @@ from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, as_read, rang
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
 
 
-def _is_symbolic(value: Any) -> bool:
+def _is_symbolic_size(value: Any) -> bool:
     if torch.compiler.is_dynamo_compiling():  # of an inner loop; there, symbolic sizes are of type int
         return isinstance(value, int) and not has_static_value(value)
     return isinstance(value, torch.SymInt)
@@ -75,7 +75,7 @@ class Helpers:
             return steps_of_parts(iterated)
         if isinstance(iterated, SymbolicList):
             iterated = iterated.whole()
-        if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):
+        if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic_size(iterated.shape[0]):
             return Steps(iterated, lambda element, _: element, lambda: iterated[0])
         return iterated
 
@@ -90,11 +90,11 @@ class Helpers:
     def range(*limits: Any) -> Any:
         """Returns the iterations of ``range``."""
         start, stop, step = range_limits(*limits)
-        if not any(map(_is_symbolic, limits)):
+        if not any(map(_is_symbolic_size, limits)):
             return range(*limits)
-        if not all(map(is_int, limits)) or (_is_symbolic(step) and not start + step < stop):
+        if not all(map(is_int, limits)) or (_is_symbolic_size(step) and not start + step < stop):
             return _one_by_one(start, stop, step)
-        if _is_symbolic(step):
+        if _is_symbolic_size(step):
             raise TypeError("the step of a loop is symbolic")
         return Helpers._of_range(start, stop, step)
 
@@ -185,7 +185,7 @@ class Helpers:
     def chunk(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the chunks of a tensor, which may be its slices."""
         tensor, count, dim = _arguments_of(owner, args, options, chunks=1, dim=0)
-        is_each = isinstance(tensor, torch.Tensor) and _is_symbolic(count) and tensor.shape[dim] == count
+        is_each = isinstance(tensor, torch.Tensor) and _is_symbolic_size(count) and tensor.shape[dim] == count
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
         return found or owner.chunk(*args, **options)
 
@@ -193,7 +193,7 @@ class Helpers:
     def split(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the parts of a tensor, or of a string."""
         tensor, size, dim = _arguments_of(owner, args, options, split_size=None, dim=0)
-        is_number = type(size) is int and isinstance(tensor, torch.Tensor) and _is_symbolic(tensor.shape[dim])
+        is_number = type(size) is int and isinstance(tensor, torch.Tensor) and _is_symbolic_size(tensor.shape[dim])
         if is_number and size > 1:
             return Chunks(tensor, size, dim % tensor.ndim)
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_number and size == 1 else None
@@ -201,7 +201,7 @@ class Helpers:
 
     @staticmethod
     def _slices(tensor: Any, dim: Any, keeps_axis: bool) -> Stacked | None:
-        if not isinstance(tensor, torch.Tensor) or not _is_symbolic(tensor.shape[dim]):
+        if not isinstance(tensor, torch.Tensor) or not _is_symbolic_size(tensor.shape[dim]):
             return None
         slices = tensor.movedim(dim, 0)
         return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
@@ -209,7 +209,7 @@ class Helpers:
     @staticmethod
     def tolist(value: Any) -> Any:
         """Returns what a loop runs over in place of ``value.tolist()``: a tensor, if its length is symbolic."""
-        is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])
+        is_symbolic = isinstance(value, torch.Tensor) and value.ndim and _is_symbolic_size(value.shape[0])
         return as_read(value) if is_symbolic else value.tolist()
 
     @staticmethod

@@ -126,10 +126,10 @@ class _Check(NamedTuple):
 class _Source(NamedTuple):
     """What a file says: its checks, the lines in which errors are caught, and conditions that may change no value."""
 
-    checks: tuple[_Check, ...] = ()
-    catching: tuple[range, ...] = ()
-    idle: tuple[ast.If, ...] = ()
-    fitting: tuple[ast.If, ...] = ()
+    checks: tuple[_Check, ...]
+    catching: tuple[range, ...]
+    idle: tuple[ast.If, ...]
+    fitting: tuple[ast.If, ...]
 
 
 def parsed(file: str) -> ast.Module:

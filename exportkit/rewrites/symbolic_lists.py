@@ -18,6 +18,11 @@ def any_symbolic(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
+def has_symbolic_length(value: Any) -> bool:
+    """Returns whether a value is a tensor whose first axis has no number in a trace."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and isinstance(value.shape[0], torch.SymInt)
+
+
 class SymbolicList:
     """A list of symbolic length, whose elements are those of a tensor along its first axis."""
 
