@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from exportkit._torch_compat.tracing import is_tracing
-from exportkit.api.in_place import InPlace, Outside
-from exportkit.api.onnx_model import OnnxModel
+from exportkit.api.onnx_model import InPlace, OnnxModel, Outside
 from exportkit.calls.method_wrapper import Nesting, attach
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import ApplicationRun

@@ -27,8 +27,8 @@ from exportkit.probing.other_values import scaled, with_nothing_hidden, with_wid
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.programs.program import TracedProgram
+from exportkit.programs.program_probe import untraced_write, value_branch
 from exportkit.programs.turns import UNTRIED, Turns
-from exportkit.programs.value_branches import untraced_write, value_branch
 from exportkit.rewrites.model_code import Place
 from exportkit.running.compare import Tensors
 from exportkit.running.eager import run_eager

@@ -22,10 +22,9 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError, described
 from exportkit.plan.plan import Plan
 from exportkit.programs.loop_failures import why_unrolled
-from exportkit.programs.model_lines import ModelLine, line_of_frames, line_of_node
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.traced_method import FlatSignature
-from exportkit.rewrites.model_code import is_model_code
+from exportkit.rewrites.model_code import ModelLine, is_model_code, line_of_frames, line_of_node
 from exportkit.trees import flatten, join, registered_caches
 
 _DETAILS = "exportkit-details-"

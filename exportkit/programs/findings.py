@@ -15,8 +15,8 @@ from exportkit.plan.tables import count
 from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
 from exportkit.programs.kept_state import STATE
-from exportkit.programs.model_lines import ModelLine, line_of_node
 from exportkit.programs.program import TracedProgram
+from exportkit.rewrites.model_code import ModelLine, line_of_node
 from exportkit.trees import check_opened, first_name
 from exportkit.trees.structure import without_indices
 

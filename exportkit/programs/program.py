@@ -48,7 +48,6 @@ from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import failure
 from exportkit.programs.kept_state import WithEffects
-from exportkit.programs.model_lines import ModelLine
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
@@ -56,7 +55,7 @@ from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
 from exportkit.rewrites.branches import questions_noted
 from exportkit.rewrites.lists import operators_at_any_length
-from exportkit.rewrites.model_code import is_model_code
+from exportkit.rewrites.model_code import ModelLine, is_model_code
 from exportkit.rewrites.table import BUFFER_VALUES, DECIDES, GRADIENTS, LOOPS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import Answer, EagerRunner, autocast, kernels_of, sampled_answer

@@ -29,11 +29,11 @@ from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import list_device_constructors, traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, Replacing, attribute_slots, original_attribute, replaced, with_imports
-from exportkit.rewrites.flexible_attention import flexible_attention
-from exportkit.rewrites.fourier import INVERSE_TRANSFORMS
+from exportkit.rewrites.attention import flexible_attention
 from exportkit.rewrites.packed_sequences import PACK
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
+from exportkit.rewrites.sized_functions import INVERSE_TRANSFORMS
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
 from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList, as_read, has_symbolic_length
 

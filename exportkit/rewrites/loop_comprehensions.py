@@ -1,4 +1,7 @@
-"""Comprehensions, such as ``[f(y) for y in x]``, as loops that append to a list, and ``functools.reduce`` as a loop."""
+"""Comprehensions, such as ``[f(y) for y in x]``, as loops that append to a list, and ``functools.reduce`` as a loop.
+
+Lists of slices, such as ``x.unbind(1)``, become lists that may have a symbolic length.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from exportkit.rewrites.loop_syntax import appending, assigned, variable
+from exportkit.rewrites.loop_syntax import appending, assigned, call, helper, variable
+
+_LISTING = {"unbind", "chunk", "split"}
 
 
 def with_loops_for_comprehensions(definition: ast.FunctionDef) -> Any:
@@ -120,3 +125,34 @@ def _has_scopes(node: ast.AST) -> bool:
     """Whether something in an expression has names of its own, or sets a name."""
     kinds = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await, ast.Yield)
     return any(isinstance(each, kinds) for each in ast.walk(node))
+
+
+class ListsOfSlices(ast.NodeTransformer):
+    """Makes ``x.unbind(1)`` a list that may have a symbolic length, wherever it stands.
+
+    Attributes:
+        found: How many calls and assignments were changed.
+    """
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        """Makes a call of such a method a call of a helper."""
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _LISTING:
+            return node
+        self.found += 1
+        return ast.copy_location(ast.Call(helper(node.func.attr), [node.func.value, *node.args], node.keywords), node)
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        """Makes ``first, *rest = items`` an assignment of a part, which may have a symbolic length."""
+        self.generic_visit(node)
+        targets = getattr(node.targets[0], "elts", [])
+        for place, target in enumerate(targets):
+            if isinstance(target, ast.Starred) and len(node.targets) == 1:
+                targets[place] = target.value
+                counts = [ast.Constant(place), ast.Constant(len(targets) - place - 1)]
+                node.value = ast.copy_location(call("starred", node.value, *counts), node.value)
+                self.found += 1
+        return node

@@ -17,12 +17,9 @@ import torch
 from exportkit._torch_compat.graph import DISTANCES
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit.rewrites.interpolation import interpolate
 from exportkit.rewrites.lengths import holds_sizes
 from exportkit.rewrites.packed_sequences import recurrence
-from exportkit.rewrites.pooling import POOLS
-from exportkit.rewrites.ramps import RAMPS
-from exportkit.rewrites.statistics import STATISTICS
+from exportkit.rewrites.sized_functions import POOLS, RAMPS, STATISTICS, interpolate
 from exportkit.rewrites.symbolic_lists import Sizes, any_symbolic
 from exportkit.trees.tree import is_integer
 
