@@ -16,7 +16,7 @@ from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
 from exportkit.plan.placeholders import Blocks, Marker, needed_tokens, place_blocks, tokens_fit
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import cached_length
+from exportkit.plan.solved_sizes import cached_length
 from exportkit.trees import join
 from exportkit.trees.tree import is_inexact, is_integer
 

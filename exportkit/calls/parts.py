@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 
 from exportkit._torch_compat.modules import forward_of
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
 from exportkit.calls.method_wrapper import Nesting, attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
+from exportkit.calls.signature import Signature
 from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
 from exportkit.trees import join
 from exportkit.trees.structure import LIST_MEMBER

@@ -24,7 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from exportkit.calls.call import Call, NumberKind, Signature
+from exportkit.calls.call import Call
+from exportkit.calls.signature import NumberKind, Signature
 from exportkit.errors import DestinationError, ObservationError, TreeError
 from exportkit.files import (
     as_path,

@@ -16,7 +16,7 @@ from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError
 from exportkit.onnx_files.contract import Contract
 from exportkit.onnx_files.graph import Given, OnnxGraph
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.effects import require_apart, write_back
 from exportkit.probing.simplify import value_at, with_value_at
 from exportkit.programs.domain import Domain

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
-from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.plan.sizes import unseen_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.missing import (
     Absences,
     absent_patterns,

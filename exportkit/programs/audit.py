@@ -16,8 +16,9 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.plan.conditions import SizeCondition, exactly
 from exportkit.plan.leaves import Finding
-from exportkit.plan.sizes import settled, sizes_between, solve_sizes, unseen_sizes
+from exportkit.plan.sizes import settled, sizes_between, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, small
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.plan.tables import sizes_text
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain

@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.calls.signature import Signature
 from exportkit.json_data import Size, read
 from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, first_name, is_cache_class, join, text_of
 from exportkit.trees.constants import from_json

@@ -14,8 +14,9 @@ from dataclasses import replace
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, described
 from exportkit.plan.conditions import SizeCondition
-from exportkit.plan.sizes import settled, solve_sizes
+from exportkit.plan.sizes import settled
 from exportkit.plan.small_sizes import sizes_beside, small
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.effects import written_arguments
 from exportkit.probing.missing import beyond_rounding
 from exportkit.probing.other_values import scaled, with_other_values

@@ -17,8 +17,8 @@ from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError,
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
-from exportkit.plan.sizes import solve_sizes
 from exportkit.plan.small_sizes import small
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import stepwise_outputs
 from exportkit.programs.exported import ExportedModel, require_own

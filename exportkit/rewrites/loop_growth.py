@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from exportkit.rewrites.loop_lists import Stacked, parts_of
 from exportkit.rewrites.loop_names import uses_in
-from exportkit.rewrites.loop_positions import plain
 from exportkit.rewrites.loop_syntax import added_element, appending, assigned, call, names_in, same, variable, walk
-from exportkit.rewrites.symbolic_lists import SymbolicList
 
 _CATS = {"cat", "concat", "concatenate"}
 
@@ -175,26 +169,6 @@ def bunched_lists(loop: ast.For, number: int) -> list[Bunched]:
         body.append(ast.copy_location(add, last))
         found.append(Bunched(items, elements))
     return found
-
-
-def bunch(items: Any) -> torch.Tensor:
-    """Returns what an iteration adds to a list as one tensor."""
-    if isinstance(items, SymbolicList):
-        return items.whole()
-    return torch.stack([torch.as_tensor(plain(each)) for each in items])
-
-
-def extended(items: Any, bunches: Stacked) -> Stacked:
-    """Returns a list to which every iteration adds several elements."""
-    return Stacked([*parts_of(items), *[part.flatten(0, 1) for part in bunches.parts]])
-
-
-def joined(tensor: Any, elements: SymbolicList, dim: Any, in_front: bool) -> torch.Tensor:
-    """Returns what a tensor becomes to which every iteration adds a slice; None for a tensor that the loop begins."""
-    new = elements.joined(dim)
-    if tensor is None:
-        return new
-    return torch.cat([new, tensor] if in_front else [tensor, new], dim)
 
 
 # Loops that end early, by ``break`` or by the test of a ``while``, as loops whose last iterations change nothing.

@@ -12,21 +12,6 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_map
 from exportkit._torch_compat.symbolic_shapes import has_static_value
-from exportkit.rewrites.loop_choices import (
-    boolean,
-    both,
-    checked,
-    chosen,
-    either,
-    is_one_of,
-    kept,
-    one_of_two,
-    only_if,
-    opposite,
-    truth,
-    written,
-)
-from exportkit.rewrites.loop_growth import bunch, extended, joined
 from exportkit.rewrites.loop_indices import item, rows, with_item
 from exportkit.rewrites.loop_lists import (
     Chunks,
@@ -42,6 +27,23 @@ from exportkit.rewrites.loop_lists import (
 from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.loop_positions import Position, exact, is_int, part_between, plain, small_exponent
 from exportkit.rewrites.loop_runs import run
+from exportkit.rewrites.loop_values import (
+    boolean,
+    both,
+    bunch,
+    checked,
+    chosen,
+    either,
+    extended,
+    is_one_of,
+    joined,
+    kept,
+    one_of_two,
+    only_if,
+    opposite,
+    truth,
+    written,
+)
 from exportkit.rewrites.symbolic_lists import Parts, SymbolicList, as_read, range_limits
 
 # Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.

@@ -20,10 +20,10 @@ from exportkit._torch_compat.symbolic_shapes import (
     traced_expression,
 )
 from exportkit.rewrites.lengths import own_types
-from exportkit.rewrites.loop_choices import CAUGHT, checked
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
 from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, count_of, lists_of
 from exportkit.rewrites.loop_names import names_of_code
+from exportkit.rewrites.loop_values import CAUGHT, checked
 from exportkit.rewrites.model_code import may_be_caught
 from exportkit.rewrites.symbolic_lists import Parts, Repeated, SymbolicList
 

@@ -23,7 +23,6 @@ import torch
 from exportkit.overrides import Item, classes_of, namespaces, replaced
 from exportkit.rewrites.lengths import Cached
 from exportkit.rewrites.loop_bodies import appended, obstacle, other_reference
-from exportkit.rewrites.loop_choices import NOTHING
 from exportkit.rewrites.loop_comprehensions import ListsOfSlices, with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
 from exportkit.rewrites.loop_helpers import Helpers
@@ -44,6 +43,7 @@ from exportkit.rewrites.loop_syntax import (
     variables,
     walk,
 )
+from exportkit.rewrites.loop_values import NOTHING
 from exportkit.rewrites.model_code import Line, only_raises
 from exportkit.rewrites.packed_sequences import layers_in_loops
 
