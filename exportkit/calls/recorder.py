@@ -21,7 +21,7 @@ from exportkit.calls.call import Call
 from exportkit.calls.observation import Failure, Observation
 from exportkit.calls.shape_counter import MOST_SHAPES, Constants, ShapeCounter
 from exportkit.calls.signature import Signature
-from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shapes_of
+from exportkit.calls.snapshot import Copying, Memory, Share, Snapshot, shape_list
 from exportkit.errors import described
 from exportkit.trees import join, note_values, string_type, with_changed
 from exportkit.trees.flatten import Flattened, flattened, flattened_call
@@ -328,4 +328,4 @@ def _constant_path(signature: Signature, place: int | str) -> str | None:
 
 def _shaped(found: Flattened) -> tuple[Structure, tuple[tuple[int, ...], ...]]:
     """The structure and the shapes: all that is kept of a call whose values are not recorded."""
-    return found.structure, shapes_of(found.tensors)
+    return found.structure, shape_list(found.tensors)

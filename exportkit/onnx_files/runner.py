@@ -234,7 +234,7 @@ class OnnxRunner:
         """The shapes of a call, and several graphs by name, those for its kind first."""
         trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
         shapes = shapes_in(trees) | shapes_of(made)
-        kind = split.landmarks.kind(shapes, given_constants(trees, self.contract.signature))
+        kind = split.classifier.kind(shapes, given_constants(trees, self.contract.signature))
         return shapes, sorted(self.graphs.items(), key=lambda item: split.kinds[item[0]] != kind)
 
     def graph_for(self, call: Call) -> OnnxGraph:

@@ -29,7 +29,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.program_probe import untraced_write, value_branch
-from exportkit.programs.turns import UNTRIED, Turns
+from exportkit.programs.size_branches import UNTRIED, SizeBranchSearch
 from exportkit.rewrites.model_code import Place
 from exportkit.running.compare import Tensors
 from exportkit.running.eager import run_eager
@@ -155,15 +155,17 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
     yield untraced_write(traced, call, without, [completed])
     yield value_branch(call, without, [completed], compared)
     others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
-    turns = Turns(traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True)
-    for turn in turns.of(without, sizes):
-        if turn.sizes is None:
+    search = SizeBranchSearch(
+        traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True
+    )
+    for branch in search.of(without, sizes):
+        if branch.sizes is None:
             yield UNTRIED
             continue
-        if any(turn.sizes[name] for name in empty):
+        if any(branch.sizes[name] for name in empty):
             continue
         try:
-            call = others(sizes=turn.sizes)
+            call = others(sizes=branch.sizes)
         except ExportkitError:  # such as rows of features for which the tokens have no room
             continue
         yield from _compared(traced, call, of_all_magnitudes=False)

@@ -25,7 +25,7 @@ from exportkit.errors import ArgumentError
 from exportkit.plan.sizes import unseen_sizes
 from exportkit.probing.size_reads import SizeReads
 from exportkit.probing.traits import APART, Traits, find_traits
-from exportkit.programs.kinds import Landmarks, kinds_of
+from exportkit.programs.kinds import CallClassifier, kinds_of
 from exportkit.programs.program import TracedProgram
 from exportkit.running.compare import same_value
 from exportkit.running.eager import run_eager, sampled_answer
@@ -132,7 +132,7 @@ def with_traits(traced: TracedProgram) -> TracedProgram:
 def _calls(traced: TracedProgram, unseen: int = _MOST_UNSEEN) -> Iterator[Call]:
     """Yields the first recorded call of each kind, the traced one, and some at sizes that were never run."""
     observation = traced.observation
-    for first, *_ in kinds_of(observation, Landmarks.of(observation)).values():
+    for first, *_ in kinds_of(observation, CallClassifier.of(observation)).values():
         yield first
     others = [item.sizes for item in unseen_sizes(traced.plan, traced.sizes)]
     for sizes in (traced.sizes, *others[:unseen]):

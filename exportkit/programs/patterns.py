@@ -26,7 +26,7 @@ from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.program_probe import ProgramProbe
-from exportkit.programs.turns import Affordable, fulfils
+from exportkit.programs.size_branches import Affordable, fulfils
 from exportkit.rewrites.model_code import is_fitting, is_idle
 
 _LARGEST_TRIED = 512

@@ -26,7 +26,7 @@ from exportkit.probing.sized_calls import calls_with_values, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import Turn, Turns, fulfils
+from exportkit.programs.size_branches import SizeBranch, SizeBranchSearch, fulfils
 from exportkit.rewrites.model_code import Place, line_text
 from exportkit.rewrites.table import ARRAYS, DECIDES
 from exportkit.running.compare import Difference, Tensors
@@ -227,26 +227,26 @@ class ProgramProbe:
             return []
         others = [f"{name} != {size}" for name, size in small(sizes).items()]
         found: list[SizeCondition] = []
-        turns = Turns(replace(self._traced, domain=domain), self._reads, of_trace, self._settled)
-        for turn in turns.of(start, sizes):
-            if turn.sizes is not None:
-                is_excluded = not all(condition.holds(turn.sizes) for condition in found)
-                if is_excluded or not self.difference(turn.sizes):
+        search = SizeBranchSearch(replace(self._traced, domain=domain), self._reads, of_trace, self._settled)
+        for branch in search.of(start, sizes):
+            if branch.sizes is not None:
+                is_excluded = not all(condition.holds(branch.sizes) for condition in found)
+                if is_excluded or not self.difference(branch.sizes):
                     continue
-            is_kept = turn.is_near or turn.stated is not None
-            limit = turn.limit(turn.kept if is_kept else self._last_right(turn, sizes))
+            is_kept = branch.is_near or branch.stated is not None
+            limit = branch.limit(branch.kept if is_kept else self._last_right(branch, sizes))
             text = " or ".join([*others, limit])
             if text not in [condition.text for condition in found]:
-                found.append(SizeCondition(text, turn.place, own=True))
+                found.append(SizeCondition(text, branch.place, own=True))
         self._settled += [] if found else [start]
         return found
 
-    def _last_right(self, turn: Turn, sizes: Mapping[str, int]) -> int:
-        """The last size of a variable before a turn at which the program does what the model does, by bisection."""
-        right, wrong = turn.kept, turn.sizes[turn.name] if turn.sizes else turn.kept
+    def _last_right(self, branch: SizeBranch, sizes: Mapping[str, int]) -> int:
+        """The last size of a variable before a branch at which the program does what the model does, by bisection."""
+        right, wrong = branch.kept, branch.sizes[branch.name] if branch.sizes else branch.kept
         while abs(wrong - right) > 1:
             middle = (wrong + right) // 2
-            other = settled(self._traced.plan, {**sizes, turn.name: middle})
+            other = settled(self._traced.plan, {**sizes, branch.name: middle})
             right, wrong = (right, middle) if self.difference(other) else (middle, wrong)
         return right
 
@@ -303,9 +303,9 @@ def _quiet() -> warnings.catch_warnings[None]:
 # Branches on the values of tensors in code that was not traced
 #
 # A program may serve calls for which the model runs code that the trace never reached: single rows, inputs that are
-# left out, other constants. What such code decides by sizes is seen by running it at other sizes, see `turns`. If it
-# branches on the values of tensors, other values are tried, and where these take one branch only, the other one is
-# forced: it has to make no difference. Numbers that it reads from tensors may decide anything. Nor may it write to
+# left out, other constants. What such code decides by sizes is seen by running it at other sizes, see `size_branches`.
+# If it branches on the values of tensors, other values are tried, and where these take one branch only, the other one
+# is forced: it has to make no difference. Numbers that it reads from tensors may decide anything. Nor may it write to
 # other arguments than the traced code does.
 
 

@@ -33,7 +33,7 @@ from exportkit.probing.sized_calls import calls_with_values, run_sized
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import Affordable
+from exportkit.programs.size_branches import Affordable
 from exportkit.running.compare import Tensors, outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join

@@ -35,7 +35,7 @@ from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
 from exportkit.rewrites.sized_functions import INVERSE_TRANSFORMS
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
-from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList, as_read, has_symbolic_length
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, SizeList, SymbolicList, as_read, has_symbolic_length
 
 aten = torch.ops.aten
 _ALIGNED = "_nested_tensor_from_mask_left_aligned"  # asked by an encoder that may leave padding out
@@ -69,7 +69,7 @@ class ListingNoted(TorchFunctionMode):
         self.asks_for_padding |= name == _ALIGNED
         if not args or not isinstance(args[0], torch.Tensor):
             return result
-        if name == "nonzero" and isinstance(result, torch.Tensor) and is_mask(args[0]):
+        if name == "nonzero" and isinstance(result, torch.Tensor) and has_one_known_axis(args[0]):
             self._places.append(result)
         elif name == "unbind" and any(args[0] is places for places in self._places):
             self.of_places = True
@@ -130,14 +130,14 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor
 
 def _are_unknown(sizes: Any) -> bool:
     """Whether these are sizes of a list that is one tensor here; the rewrite of tiles makes a list with None."""
-    return isinstance(sizes, Sizes) or (isinstance(sizes, list) and None in sizes)
+    return isinstance(sizes, SizeList) or (isinstance(sizes, list) and None in sizes)
 
 
 def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
     original = cls.tolist
 
     def tolist(self: torch.Tensor) -> Any:
-        return Sizes(as_read(self)) if self.ndim == 1 and has_symbolic_length(self) else original(self)
+        return SizeList(as_read(self)) if self.ndim == 1 and has_symbolic_length(self) else original(self)
 
     return tolist
 
@@ -245,7 +245,7 @@ def _counted(nonzero: Callable[..., Any]) -> Callable[..., Any]:
 
     def counted(mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = nonzero(mask, *args, **kwargs)
-        if isinstance(found, torch.Tensor) and is_mask(mask):
+        if isinstance(found, torch.Tensor) and has_one_known_axis(mask):
             setattr(found, _COUNT, mask.shape[0])
         return found
 
@@ -258,7 +258,7 @@ def _numel(self: torch.Tensor) -> Any:
     return torch.sym_max(count, 1) if self.ndim == 1 and depends_on_values(count) else count
 
 
-def is_mask(tensor: torch.Tensor) -> bool:
+def has_one_known_axis(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor has one axis, of known length."""
     return tensor.ndim == 1 and isinstance(tensor.shape[0], int)
 

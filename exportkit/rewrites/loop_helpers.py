@@ -16,9 +16,9 @@ from exportkit.rewrites.loop_indices import item, rows, with_item
 from exportkit.rewrites.loop_lists import (
     Chunks,
     Iteration,
+    Iterations,
     Stacked,
     StackedLists,
-    Steps,
     product_of,
     starred,
     steps_of_parts,
@@ -72,13 +72,15 @@ class Helpers:
             return Helpers._of_range(start, stop, step)
         if isinstance(iterated, StackedLists):
             elements = iterated.elements
-            return Steps(elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements))
+            return Iterations(
+                elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements)
+            )
         if isinstance(iterated, Parts):
             return steps_of_parts(iterated)
         if isinstance(iterated, SymbolicList):
             iterated = iterated.whole()
         if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic_size(iterated.shape[0]):
-            return Steps(iterated, lambda element, _: element, lambda: iterated[0])
+            return Iterations(iterated, lambda element, _: element, lambda: iterated[0])
         return iterated
 
     nested, starred, until = staticmethod(itertools.product), staticmethod(starred), staticmethod(until)
@@ -86,7 +88,7 @@ class Helpers:
     @staticmethod
     def are_symbolic(*iterated: Any) -> bool:
         """Returns whether a loop, or each of several nested ones, has a symbolic length."""
-        return all(isinstance(each, Steps) for each in iterated)
+        return all(isinstance(each, Iterations) for each in iterated)
 
     @staticmethod
     def range(*limits: Any) -> Any:
@@ -101,20 +103,20 @@ class Helpers:
         return Helpers._of_range(start, stop, step)
 
     @staticmethod
-    def _of_range(start: Any, stop: Any, step: int) -> Steps:
+    def _of_range(start: Any, stop: Any, step: int) -> Iterations:
         least, most = (start, stop - 1) if step > 0 else (stop + 1, start)
 
         def given(element: torch.Tensor, iteration: Iteration) -> Position:
             first = least + step if iteration.is_later and step > 0 else least
             return Position(element, first, most, is_idle=iteration.is_idle)
 
-        return Steps(torch.arange(start, stop, step), given, lambda: start)
+        return Iterations(torch.arange(start, stop, step), given, lambda: start)
 
     @staticmethod
     def enumerate(iterated: Any, start: int = 0) -> Any:
         """Returns the iterations of ``enumerate``."""
         steps = Helpers.steps(iterated)
-        if not isinstance(steps, Steps):
+        if not isinstance(steps, Iterations):
             return enumerate(steps, start)
         return Helpers.zip(Helpers.range(start, steps.count + start), steps)
 
@@ -122,9 +124,9 @@ class Helpers:
     def zip(*iterated: Any, **options: Any) -> Any:
         """Returns the iterations of ``zip``."""
         all_steps = [Helpers.steps(each) for each in iterated]
-        if not any(isinstance(steps, Steps) for steps in all_steps):
+        if not any(isinstance(steps, Iterations) for steps in all_steps):
             return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
-        if not all(isinstance(steps, Steps) for steps in all_steps):
+        if not all(isinstance(steps, Iterations) for steps in all_steps):
             raise TypeError("zip() mixes iterables of symbolic and fixed length")
         if not all(steps.count == all_steps[0].count for steps in all_steps):
             if options.get("strict"):
@@ -132,7 +134,7 @@ class Helpers:
             count = functools.reduce(torch.sym_min, [steps.count for steps in all_steps])
             all_steps = [steps.until(count) for steps in all_steps]
         givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
-        return Steps(
+        return Iterations(
             tuple(steps.elements for steps in all_steps),
             lambda elements, iteration: tuple(
                 [given(each, iteration) for given, each in zip(givens, elements, strict=True)]
@@ -144,9 +146,9 @@ class Helpers:
     def product(function: Callable[..., Any], *iterated: Any, **options: Any) -> Any:
         """Returns the iterations of ``itertools.product``, if this is the function."""
         all_steps = [Helpers.steps(each) for each in iterated] * options.get("repeat", 1)
-        if not any(isinstance(steps, Steps) for steps in all_steps):
+        if not any(isinstance(steps, Iterations) for steps in all_steps):
             return function(*iterated, **options)
-        if function is not itertools.product or not all(isinstance(steps, Steps) for steps in all_steps):
+        if function is not itertools.product or not all(isinstance(steps, Iterations) for steps in all_steps):
             raise TypeError("itertools.product() mixes iterables of symbolic and fixed length")
         return product_of(all_steps)
 
@@ -168,14 +170,14 @@ class Helpers:
     def reversed(iterated: Any) -> Any:
         """Returns the iterations of ``reversed``."""
         steps = Helpers.steps(iterated)
-        if not isinstance(steps, Steps):
+        if not isinstance(steps, Iterations):
             return reversed(steps)
         flipped = tree_map(lambda tensor: tensor.flip(0), steps.elements)
 
         def given(element: Any, iteration: Iteration) -> Any:
             return steps.given(element, Iteration(is_idle=iteration.is_idle))
 
-        return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Iteration()))
+        return Iterations(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Iteration()))
 
     @staticmethod
     def unbind(owner: Any, *args: Any, **options: Any) -> Any:
