@@ -268,13 +268,7 @@ def rewritten(
     applies: Callable[[torch.fx.Node], object],
     change: Callable[[torch.fx.Node], None],
 ) -> torch.export.ExportedProgram:
-    """Returns the program with some nodes changed, or the program as it is if there are no such nodes.
-
-    Args:
-        program: The program.
-        applies: Says whether a node is changed; asked again after earlier nodes were changed.
-        change: Changes a node of a copy of the program.
-    """
+    """Returns the program with each node changed that ``applies`` holds for; the program itself if there is none."""
     if not any(map(applies, nodes_in(program.graph_module))):
         return program
     module = copied_module(program)
