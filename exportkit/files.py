@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from exportkit.errors import DestinationError, ExportkitError, InvalidTypeError
+from exportkit.errors import DestinationError, ExportkitError, InvalidTypeError, described
 from exportkit.json_data import parse_json
 
 TEMPORARY = ".exportkit-saving-"
@@ -301,6 +301,17 @@ def read_json_file(
     return found
 
 
+def damaged_error(kind: type[ExportkitError], what: str, hint: str) -> Damaged:
+    """Returns what makes the error for a file that is not as it was written.
+
+    Args:
+        kind: The class of the error.
+        what: What is damaged, in one sentence.
+        hint: What to do about it.
+    """
+    return lambda file, cause: kind(what, where=str(file), got=cause, hint=hint)
+
+
 @contextlib.contextmanager
 def reading(file: Path, damaged: Damaged) -> Iterator[None]:
     """Raises the error for a damaged file in place of all errors but those of exportkit.
@@ -316,7 +327,7 @@ def reading(file: Path, damaged: Damaged) -> Iterator[None]:
     except ExportkitError:
         raise
     except Exception as error:
-        raise damaged(file, f"{type(error).__name__}: {error}") from error
+        raise damaged(file, described(error)) from error
 
 
 def _written_by(data: Mapping[str, Any]) -> str | None:

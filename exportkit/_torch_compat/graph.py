@@ -62,6 +62,11 @@ def nodes_in(module: torch.nn.Module) -> list[torch.fx.Node]:
     return [node for part in graphs_in(module) for node in part.graph.nodes]
 
 
+def dtype_of(node: torch.fx.Node) -> torch.dtype | None:
+    """Returns the dtype of the tensor that a node computes; None if it does not compute a tensor."""
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
 class WrittenTensor(NamedTuple):
     """What a graph does with a tensor that it writes to.
 
@@ -192,8 +197,7 @@ def call_inlined(
     for node in traced.nodes:
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    (output,) = traced.find_nodes(op="output")
-    return copies[output.all_input_nodes[0]]
+    return copies[traced.output_node().all_input_nodes[0]]
 
 
 def draws_numbers(node: torch.fx.Node) -> bool:
@@ -257,6 +261,20 @@ def with_graph_module(
         constants=program.constants,
         verifiers=require(program, "verifiers"),
     )
+
+
+def rewritten(
+    program: torch.export.ExportedProgram,
+    applies: Callable[[torch.fx.Node], object],
+    change: Callable[[torch.fx.Node], None],
+) -> torch.export.ExportedProgram:
+    """Returns the program with each node changed that ``applies`` holds for; the program itself if there is none."""
+    if not any(map(applies, nodes_in(program.graph_module))):
+        return program
+    module = copied_module(program)
+    for node in filter(applies, nodes_in(module)):
+        change(node)
+    return with_graph_module(program, module)
 
 
 def without_regions(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

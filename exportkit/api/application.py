@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from exportkit._torch_compat.tracing import is_tracing
-from exportkit.api.in_place import InPlace, Outside
-from exportkit.api.onnx_model import OnnxModel
+from exportkit.api.onnx_model import InPlace, OnnxModel, Outside
 from exportkit.calls.method_wrapper import Nesting, attach
 from exportkit.errors import ExportkitError, InvalidRequestError, InvalidTypeError
 from exportkit.onnx_files.runner import ApplicationRun
@@ -133,20 +132,7 @@ def compare_runs(
         >>> exportkit.compare_runs(run, model, onnx_model).equal
         True
     """
-    if not callable(run):
-        raise InvalidTypeError(
-            "The application must be a function that takes no arguments.",
-            where="run",
-            expected="a callable",
-            got=repr(run),
-        )
-    if not isinstance(onnx_model, OnnxModel):
-        raise InvalidTypeError(
-            "The second run needs the exported model.",
-            where="onnx_model",
-            expected="an OnnxModel, as to_onnx, save and load return it",
-            got=type(onnx_model).__name__,
-        )
+    _require_runnable(run, onnx_model)
     replaced = onnx_model.in_place_of(model, outside=outside)
     onnx_model.open()
     eager, onnx = Watch(), Watch()
@@ -179,6 +165,24 @@ def compare_runs(
     )
     onnx_model.compared = compared.row
     return compared
+
+
+def _require_runnable(run: object, onnx_model: object) -> None:
+    """Raises InvalidTypeError if there is nothing to run, or no exported model to run it on."""
+    if not callable(run):
+        raise InvalidTypeError(
+            "The application must be a function that takes no arguments.",
+            where="run",
+            expected="a callable",
+            got=repr(run),
+        )
+    if not isinstance(onnx_model, OnnxModel):
+        raise InvalidTypeError(
+            "The second run needs the exported model.",
+            where="onnx_model",
+            expected="an OnnxModel, as to_onnx, save and load return it",
+            got=type(onnx_model).__name__,
+        )
 
 
 class Watch:

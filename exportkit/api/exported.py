@@ -1,15 +1,19 @@
-"""Exported: an exported model on its way to an ONNX file, a folder or a report."""
+"""Exported: an exported model on its way to an ONNX file, a ``.pt2`` file, a folder or a report."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 
+from exportkit._torch_compat.graph import copied_module, program_of
+from exportkit._torch_compat.symbolic_shapes import input_axes, with_ranges
 from exportkit.api.application import RunComparison
 from exportkit.api.onnx_model import OnnxModel, observation_of
 from exportkit.calls.observation import Observation
@@ -17,12 +21,14 @@ from exportkit.calls.observer import Observer
 from exportkit.errors import InvalidRequestError, InvalidTypeError
 from exportkit.files import as_path, check_file, replacing, write_text
 from exportkit.onnx_files.contract import Runtime
+from exportkit.onnx_files.preparation import without_assertions
 from exportkit.onnx_files.quantised import Bits, Dtype, Quantisation
 from exportkit.onnx_files.write import write_graphs
 from exportkit.programs.exported import ExportedModel
 from exportkit.programs.program import TracedProgram
 from exportkit.proof.calls import given_calls
 from exportkit.proof.quantise import Accuracy, Lossy, lossy_runner
+from exportkit.trees.tree import dtype_name
 
 
 class Exported(ExportedModel):
@@ -133,8 +139,6 @@ class Exported(ExportedModel):
         Raises:
             DestinationError: if it cannot be written.
         """
-        from exportkit.api.flat_program import write_flat_program
-
         target = check_file(path, "model.pt2")
         with replacing(target.parent, "a program") as folder:
             for name, traced in _all_programs(self):
@@ -237,3 +241,74 @@ def _all_programs(exported: ExportedModel, name: str = "") -> Iterator[tuple[str
         yield ".".join(filter(None, (name, program))), traced
     for part, inner in exported.parts.items():
         yield from _all_programs(inner, ".".join(filter(None, (name, part))))
+
+
+# Programs that travel: a ``.pt2`` file that torch alone reads, with tensors in and tensors out
+#
+# The program of an export takes the model's own arguments: caches and other classes, whose registration torch needs to
+# read the file. Here they are flat, and what each tensor is is written into the file.
+
+
+DESCRIPTION = "exportkit.json"  # the file inside of a .pt2 that says what the tensors are
+
+
+def flat_program(traced: TracedProgram) -> torch.export.ExportedProgram:
+    """Returns a program that takes the tensors of ``traced.input_paths``, and returns those of ``traced.output_paths``.
+
+    It has no assertions about sizes: the domain says which there may be.
+    """
+    program = without_assertions(traced.program, about_values=False)
+    module, signature = copied_module(program), program.graph_signature
+    inputs, outputs, returned = [], [], []
+    nodes = {node.name: node for node in module.graph.nodes}
+    for spec in signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
+            module.graph.erase_node(nodes[spec.arg.name])
+        else:
+            inputs.append(spec)
+    output: Any = module.graph.output_node()
+    for value, result in zip(output.args[0], signature.output_specs, strict=True):
+        if result.kind is not OutputKind.USER_OUTPUT or isinstance(result.arg, TensorArgument):
+            outputs.append(result)
+            returned.append(value)
+    output.args = (tuple(returned),)
+    module.recompile()
+    example, shapes = [], traced.plan.shapes(traced.sizes)
+    for name, path in traced.paths_by_node.items():
+        value = nodes[name].meta["val"]
+        example.append(torch.zeros(shapes[path], dtype=value.dtype, device=value.device))
+    flat = program_of(program, module.graph, inputs, outputs, example)
+    ranges: dict[Any, tuple[int, int | None]] = {}
+    axes = input_axes(program)
+    for name, path in traced.paths_by_node.items():
+        for symbol, size in zip(axes[name], traced.plan.by_path[path].sizes, strict=True):
+            if size.variable is not None and symbol in program.range_constraints:
+                ranges[symbol] = traced.domain.ranges[size.variable]
+    return with_ranges(flat, ranges)
+
+
+def _description(traced: TracedProgram) -> dict[str, Any]:
+    """Returns what the tensors of a flat program are, as JSON data: paths, dtypes, axes, and the domain in words."""
+    leaves, outputs = traced.plan.by_path, traced.outputs.tensors()
+    inputs = [
+        {"path": path, "dtype": leaves[path].dtype, "axes": [str(size) for size in leaves[path].sizes]}
+        for path in traced.input_paths
+    ]
+    returned = [
+        {"path": path, "dtype": dtype_name(outputs[path].dtype) if path in outputs else None}
+        for path in traced.output_paths
+    ]
+    return {
+        "model": traced.observation.model_name,
+        "method": traced.method,
+        "inputs": inputs,
+        "outputs": returned,
+        "constants": {constant.path: str(constant.value) for constant in traced.plan.constants},
+        "limits": list(traced.domain.limits()),
+    }
+
+
+def write_flat_program(traced: TracedProgram, file: Path) -> None:
+    """Writes a flat program, with its description in it."""
+    extra = {DESCRIPTION: json.dumps(_description(traced), indent=1)}
+    torch.export.save(flat_program(traced), file, extra_files=extra)

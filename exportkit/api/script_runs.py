@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from exportkit.api.application import Watch, seeded
-from exportkit.api.in_place import InPlace
 from exportkit.api.observer import InputObserver
-from exportkit.api.onnx_model import OnnxModel
+from exportkit.api.onnx_model import InPlace, OnnxModel
 from exportkit.api.script import Script, ScriptRun, owner_of
 from exportkit.calls.application import named_targets
 from exportkit.calls.method_wrapper import attach

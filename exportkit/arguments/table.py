@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.pytree import registered_node
-from exportkit.calls.call import Call, NumberKind
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation, SeenShapes
+from exportkit.calls.signature import NumberKind
 from exportkit.plan.leaves import CallTable, Constant, Leaf
 from exportkit.trees import (
     Growth,

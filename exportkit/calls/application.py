@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit._torch_compat.tracing import is_tracing
-from exportkit.calls.call import Signature
 from exportkit.calls.method_wrapper import CalledInstead, attach, methods_of
 from exportkit.calls.parts import DEPTH, Part, part_name
 from exportkit.calls.recorder import Recorder
+from exportkit.calls.signature import Signature
 from exportkit.errors import InvalidRequestError, InvalidTypeError, NoCallsError, UnknownMethodError
 from exportkit.trees import join
 

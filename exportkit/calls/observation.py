@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
+from exportkit.calls.signature import Signature
 from exportkit.errors import NoCallsError, ObservationError
 from exportkit.json_data import Size, read
 from exportkit.plan.leaves import is_below

@@ -14,11 +14,11 @@ from typing import Any, Literal, Self
 import torch
 
 from exportkit.calls.application import ApplicationRecorder, modules_in, named_targets
-from exportkit.calls.call import Signature
 from exportkit.calls.method_wrapper import CalledInstead, attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.parts import Part, PartRecorder, Wanted
 from exportkit.calls.recorder import Recorder
+from exportkit.calls.signature import Signature
 from exportkit.errors import (
     InvalidRequestError,
     InvalidTypeError,

@@ -15,17 +15,18 @@ from typing import Any, Literal
 import torch
 
 from exportkit._torch_compat.modules import forward_of
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
 from exportkit.calls.method_wrapper import Nesting, attach
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import Recorder
+from exportkit.calls.signature import Signature
 from exportkit.errors import InvalidRequestError, InvalidTypeError, UnknownMethodError
 from exportkit.trees import join
+from exportkit.trees.structure import LIST_MEMBER
 
 DEPTH = 3  # steps from the model down to the submodules that are recorded
 _FEATURES = re.compile(r"get_\w+_features")  # the name of methods that return the features of one modality
 _SUFFIX = ".forward"
-_NUMBERED = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]$")
 
 Wanted = Literal["auto"] | Sequence[str]
 
@@ -173,7 +174,7 @@ def find_edges(part: Observation, whole: Observation) -> tuple[Edge, ...]:
 
 def _edge(source: str, target: str) -> Edge:
     """The edge between two leaves, or between the lists that hold them at the same position."""
-    a, b = _NUMBERED.match(source), _NUMBERED.match(target)
+    a, b = LIST_MEMBER.match(source), LIST_MEMBER.match(target)
     return Edge(a["list"], b["list"]) if a and b and a["index"] == b["index"] else Edge(source, target)
 
 

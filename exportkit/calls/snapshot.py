@@ -139,7 +139,7 @@ class Copying:
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of the tensors."""
-        return shapes_of(self._tensors)
+        return shape_list(self._tensors)
 
     def require_gradients(self) -> bool:
         """Returns whether torch records gradients, and any of the tensors needs one."""
@@ -214,7 +214,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if type(tensor) is torch.Tensor else tensor.detach().clone()
 
 
-def shapes_of(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def shape_list(tensors: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Returns the shapes of tensors."""
     try:
         return tuple([tensor.shape for tensor in tensors])

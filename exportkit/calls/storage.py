@@ -24,11 +24,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from exportkit.calls.call import Call, NumberKind, Signature
+from exportkit.calls.call import Call
+from exportkit.calls.signature import NumberKind, Signature
 from exportkit.errors import DestinationError, ObservationError, TreeError
 from exportkit.files import (
     as_path,
     check_folder,
+    damaged_error,
     digest_of,
     read_json_file,
     reading,
@@ -54,6 +56,9 @@ DTYPES = {
 }  # fmt: skip
 _FORM = ("exportkit-observation", 4)
 _NOUN = "an observation"
+damaged = damaged_error(
+    ObservationError, "This observation is damaged.", "the file was changed or truncated: observe and save again."
+)
 _MOST_BYTES = 2**47  # of one tensor: as many bytes as a process can address
 
 
@@ -389,13 +394,3 @@ def _invented(shape: torch.Size, dtype: torch.dtype, name: str) -> torch.Tensor:
     pair = (2,) if dtype.is_complex else ()
     values = torch.randn((*shape, *pair), generator=generator, dtype=torch.float64).sigmoid() * 0.9 + 0.1
     return (torch.view_as_complex(values) if pair else values).to(dtype)
-
-
-def damaged(file: Path, cause: object) -> ObservationError:
-    """Returns the error for a file that is not as it was written."""
-    return ObservationError(
-        "This observation is damaged.",
-        where=str(file),
-        got=cause,
-        hint="the file was changed or truncated: observe and save again.",
-    )

@@ -214,18 +214,23 @@ def export(
         with exit_on_error(NOT_PROVEN, debug, as_json):
             pipeline.export()
             text, report = (_write_file if to_file else _save_folder)(pipeline, out, opset, not no_verify, options)
-    ok, plan = no_verify or report["ok"], pipeline.exported.plan
+    ok = no_verify or report["ok"]
     if as_json:
-        found = {"ok": ok, "out": str(out), "plan": json.loads(plan.to_json()), "report": report}
-        print_json({**pipeline.to_json(), **found})
+        plan = json.loads(pipeline.exported.plan.to_json())
+        print_json({**pipeline.to_json(), "ok": ok, "out": str(out), "plan": plan, "report": report})
     else:
-        typer.echo(f"{pipeline.example.name}, {pipeline.example.description}\n\n{plan}\n")
-        graphs = pipeline.onnx_model.graphs.values()
-        files = ", ".join(str(graph.path) for graph in graphs) if to_file else str(out)
-        durations = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in pipeline.seconds.items())
-        typer.echo(f"{files}: {pipeline.onnx_model.size / 1e6:.1f} MB; {durations}\n")
-        typer.echo(text)  # its last line is the verdict
+        _print_export(pipeline, None if to_file else out, text)
     raise typer.Exit(0 if ok else NOT_PROVEN)
+
+
+def _print_export(pipeline: Pipeline, folder: Path | None, proof: str) -> None:
+    """Prints what was exported: to a folder, or to a file for each graph."""
+    typer.echo(f"{pipeline.example.name}, {pipeline.example.description}\n\n{pipeline.exported.plan}\n")
+    graphs = pipeline.onnx_model.graphs.values()
+    files = ", ".join(str(graph.path) for graph in graphs) if folder is None else str(folder)
+    durations = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in pipeline.seconds.items())
+    typer.echo(f"{files}: {pipeline.onnx_model.size / 1e6:.1f} MB; {durations}\n")
+    typer.echo(proof)  # its last line is the verdict
 
 
 def _quantised(

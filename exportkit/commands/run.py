@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,7 @@ from exportkit.commands.shared import (
     stderr,
 )
 from exportkit.errors import NoCallsError
+from exportkit.plan.tables import count
 
 if TYPE_CHECKING:
     from exportkit.api.script_runs import ObservedScript, RunOnGraphs
@@ -97,11 +99,14 @@ def run(
     second.run.print_error()
     typer.echo(f"{asked.name} on the graphs prints {_compared(first.run.printed, second.run.printed)}")
     reasons = [*([] if report["ok"] else [report["verdict"].partition(": ")[2]]), *second.problems]
+    typer.echo(f"{_verdict(reasons)}; {count(second.calls, 'call')}: {_durations(first, second)}")
+    raise typer.Exit(NOT_PROVEN if reasons else 0)
+
+
+def _verdict(reasons: Sequence[str]) -> str:
+    """Returns the verdict as text, given the reasons why nothing is proven."""
     problems = [" ".join(reason.split()) for reason in reasons]
-    calls = "1 call" if second.calls == 1 else f"{second.calls} calls"
-    verdict = f"NOT PROVEN: {'; '.join(problems)}" if problems else "proven"
-    typer.echo(f"{verdict}; {calls}: {_durations(first, second)}")
-    raise typer.Exit(NOT_PROVEN if problems else 0)
+    return f"NOT PROVEN: {'; '.join(problems)}" if problems else "proven"
 
 
 def _require_found(first: ObservedScript) -> None:

@@ -22,8 +22,7 @@ from torch.export.graph_signature import InputKind
 from exportkit._torch_compat.graph import schema_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.errors import InvalidRequestError, InvalidTypeError
-from exportkit.programs.model_lines import short_name
-from exportkit.rewrites.model_code import is_model_code
+from exportkit.rewrites.model_code import is_model_code, short_name
 from exportkit.running.kernels import add_outputs
 from exportkit.running.placement import Placement
 from exportkit.running.program import run_nodes, tensors_by_node

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.random_numbers import fixed_numbers
-from exportkit.calls.call import Call, Signature, given_arguments
+from exportkit.calls.call import Call, given_arguments
+from exportkit.calls.signature import Signature
 from exportkit.divergence.diagnosis import Diagnosis, Divergence, Stage, changed_weight, error_of_translation
 from exportkit.divergence.graph_run import (
     GraphNode,

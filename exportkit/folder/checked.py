@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from exportkit.errors import DestinationError
-from exportkit.files import Stamp, digest_of, stamp_of
+from exportkit.files import Stamp, damaged_error, digest_of, stamp_of
 from exportkit.json_data import Size
 from exportkit.onnx_files.contract import weights_beside
 
 # Files that clients and people read, and may change.
 _EDITABLE = {"config.json", "generation_config.json", "genai_config.json", "report.txt", "report.json"}
+damaged = damaged_error(
+    DestinationError, "This exported model is damaged.", "the folder was changed or cut short: save again."
+)
 
 
 @dataclass(frozen=True)
@@ -117,13 +120,3 @@ def inside(folder: Path, name: str) -> Path:
     if given.is_absolute() or ".." in given.parts or not place.resolve().is_relative_to(folder.resolve()):
         raise damaged(folder, f"{name} is outside of the folder")
     return path
-
-
-def damaged(file: Path, cause: object) -> DestinationError:
-    """Returns the error for a folder that is not as it was written."""
-    return DestinationError(
-        "This exported model is damaged.",
-        where=str(file),
-        got=cause,
-        hint="the folder was changed or cut short: save again.",
-    )

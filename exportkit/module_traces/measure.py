@@ -54,7 +54,7 @@ _CANCELLED = 1e-3
 
 
 @dataclass(frozen=True)
-class Decomposition:
+class TensorParts:
     """What a tensor consists of.
 
     Attributes:
@@ -81,7 +81,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def decompose(tensor: torch.Tensor) -> Decomposition:
+def decompose(tensor: torch.Tensor) -> TensorParts:
     """Returns what a tensor consists of.
 
     Raises:
@@ -91,30 +91,30 @@ def decompose(tensor: torch.Tensor) -> Decomposition:
     if local is not None:
         return decompose(local)
     if tensor.is_meta:
-        return Decomposition("none", {}, ())
+        return TensorParts("none", {}, ())
     tensor = tensor.detach()
     layout = str(tensor.layout).removeprefix("torch.")
     if tensor.is_nested:
         parts = {str(number): part for number, part in enumerate(tensor.unbind())}
-        return Decomposition("nested", parts, tuple(parts.values()), {"layout": layout})
+        return TensorParts("nested", parts, tuple(parts.values()), {"layout": layout})
     if tensor.layout is torch.sparse_coo:
         parts = sparse_parts(tensor)
         details = {"shape": list(tensor.shape), "coalesced": tensor.is_coalesced()}
-        return Decomposition("sparse", parts, (parts["values"],), details)
+        return TensorParts("sparse", parts, (parts["values"],), details)
     if tensor.layout in _COMPRESSED:
         first, second = _COMPRESSED[tensor.layout]
         parts = {name: getattr(tensor, name)() for name in (first, second, "values")}
         details = {"shape": list(tensor.shape), "layout": layout}
-        return Decomposition("compressed", parts, (parts["values"],), details)
+        return TensorParts("compressed", parts, (parts["values"],), details)
     if not tensor.is_quantized:
         dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-        return Decomposition("dense", {"": dense}, (dense,))
+        return TensorParts("dense", {"": dense}, (dense,))
     parts, numbers = {"": tensor.int_repr()}, (tensor.dequantize(),)
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         details = {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
-        return Decomposition("quantized", parts, numbers, details)
+        return TensorParts("quantized", parts, numbers, details)
     parts |= {"scales": tensor.q_per_channel_scales(), "zero_points": tensor.q_per_channel_zero_points()}
-    return Decomposition("quantized", parts, numbers, {"axis": tensor.q_per_channel_axis()})
+    return TensorParts("quantized", parts, numbers, {"axis": tensor.q_per_channel_axis()})
 
 
 def chunks_of(dense: torch.Tensor) -> Iterator[memoryview]:
@@ -280,9 +280,9 @@ def store(tensor: torch.Tensor, files: TraceFiles, key: str) -> str:
     return f'"key":{quoted(key)},"kind":"{form.kind}","parts":{{{",".join(parts)}}},"details":{encode(form.details)}'
 
 
-def _decomposed(tensor: torch.Tensor) -> Decomposition:
+def _decomposed(tensor: torch.Tensor) -> TensorParts:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_plain(tensor):  # its bytes can be read as they are
-        return Decomposition("dense", {"": tensor}, (tensor,))
+        return TensorParts("dense", {"": tensor}, (tensor,))
     with apart_from_modes():
         return decompose(tensor)
 

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import torch
 
-from exportkit.errors import DestinationError, TraceError
-from exportkit.files import as_path
+from exportkit.errors import DestinationError, TraceError, described
+from exportkit.files import as_path, damaged_error
 from exportkit.module_traces.files import FORMAT, HEADER_LENGTH, INDEX, TENSORS, VERSION
 from exportkit.module_traces.measure import measure, reassemble
 
@@ -27,6 +27,7 @@ UNENDED = "the recording ended inside this call"
 _STATISTICS = ("mean", "std", "min", "max")
 # What a recording that stores the values of a tensor leaves to be computed from them.
 DERIVED = (*_STATISTICS, "nan", "inf", "hash")
+_damaged = damaged_error(TraceError, "This trace is damaged.", "the file was changed: record the trace again.")
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ class _Index:
         try:
             return _CallReader(self).all()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(self.path, f"{type(error).__name__}: {error}") from error
+            raise _damaged(self.path, described(error)) from error
 
 
 def _read_index(path: Path) -> _Index:
@@ -301,12 +302,6 @@ def _read_index(path: Path) -> _Index:
         )
     finished = lines.pop() if lines and "finished" in lines[-1] else None
     return _Index(path, len(data), metadata, lines, finished)
-
-
-def _damaged(path: Path, cause: object) -> TraceError:
-    return TraceError(
-        "This trace is damaged.", where=str(path), got=cause, hint="the file was changed: record the trace again."
-    )
 
 
 class _CallReader:

@@ -213,7 +213,7 @@ def with_whole_attention(program: torch.export.ExportedProgram, zeros: Sequence[
 
 def _drop_copies(graph: torch.fx.Graph) -> None:
     """Takes out copies of results, such as torch makes of each in half precision; outputs keep their names."""
-    (returned,) = graph.find_nodes(op="output")
+    returned = graph.output_node()
     for node in list(graph.nodes):
         if node.target not in _COPIES or (source := _source(node)).op != "call_function":
             continue

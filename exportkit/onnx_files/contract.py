@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from exportkit.calls.call import Signature
 from exportkit.calls.observation import WrittenArgument
+from exportkit.calls.signature import Signature
 from exportkit.onnx_files.quantised import Quantised
 from exportkit.plan.leaves import unique_name
 from exportkit.plan.plan import Plan

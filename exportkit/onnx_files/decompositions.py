@@ -27,8 +27,7 @@ from exportkit._torch_compat.graph import (
     written_tensors,
 )
 from exportkit._torch_compat.random_numbers import DROPOUT, RANDOM_OPERATORS
-from exportkit.onnx_files.complex_numbers import complex_decompositions
-from exportkit.onnx_files.complex_pairs import with_complex_as_pairs
+from exportkit.onnx_files.complex_numbers import complex_decompositions, with_complex_as_pairs
 from exportkit.onnx_files.decomposition import (
     SMALL_INTEGERS,
     Decomposition,

@@ -16,11 +16,13 @@ import torch
 from exportkit._torch_compat.graph import (
     BATCH_NORM,
     BATCH_NORM_WITHOUT_STATISTICS,
+    arguments_of,
     call_inlined,
     copied_module,
+    dtype_of,
     graphs_in,
-    nodes_in,
     operator_name,
+    rewritten,
     with_graph_module,
 )
 from exportkit.onnx_files.decomposition import Decomposition, computed_in, not_of
@@ -35,27 +37,24 @@ aten = torch.ops.aten
 
 def with_zeros_for_masked_rows(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with zeros from attention for queries whose keys are all masked."""
-    if not any(map(_mask_of, nodes_in(program.graph_module))):
-        return program
-    module = copied_module(program)
-    visible: dict[torch.fx.Node, torch.fx.Node] = {}  # by mask, which is usually the same in all layers
-    for node in nodes_in(module):
-        mask = _mask_of(node)
-        if mask is None:
-            continue
+    visible: dict[Any, torch.fx.Node] = {}  # by mask, which is usually the same in all layers
+
+    def fill(node: torch.fx.Node) -> None:
+        mask: Any = _mask_of(node)
         attention = copied_before(node)
         with node.graph.inserting_before(node):
             if mask not in visible:
                 visible[mask] = any_visible(node.graph, mask)
         node.target, node.args, node.kwargs = aten.where.ScalarOther, (visible[mask], attention, 0.0), {}
-    return with_graph_module(program, module)
+
+    return rewritten(program, _mask_of, fill)
 
 
 def _mask_of(node: torch.fx.Node) -> torch.fx.Node | None:
     """The mask of a node that computes attention; None if it has none, or is something else."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    mask = arguments_of(node)["attn_mask"]
     return mask if isinstance(mask, torch.fx.Node) else None
 
 
@@ -195,14 +194,7 @@ _SCATTERS = {"scatter", "scatter_add", "scatter_reduce"}
 
 def with_cut_sources(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with sources of ``scatter`` that are as large as their indices, as ONNX needs them."""
-    if not any(map(_is_larger, nodes_in(program.graph_module))):
-        return program
-    module = copied_module(program)
-    for node in filter(_is_larger, nodes_in(module)):
-        with node.graph.inserting_before(node):
-            cut = call_inlined(node.graph, _cut, {"source": node.args[3], "index": node.args[2]})
-        node.update_arg(3, cut)
-    return with_graph_module(program, module)
+    return rewritten(program, _is_larger, _cut_source)
 
 
 def _is_larger(node: torch.fx.Node) -> bool:
@@ -214,6 +206,12 @@ def _is_larger(node: torch.fx.Node) -> bool:
         return False
     sizes = zip(source.meta["val"].shape, index.meta["val"].shape, strict=False)
     return any(str(have) != str(used) for have, used in sizes)
+
+
+def _cut_source(node: torch.fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        cut = call_inlined(node.graph, _cut, {"source": node.args[3], "index": node.args[2]})
+    node.update_arg(3, cut)
 
 
 def _cut(given: Mapping[str, Any]) -> torch.Tensor:
@@ -285,7 +283,7 @@ def _half_outputs(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 def is_half(node: torch.fx.Node) -> bool:
     """Returns whether a node computes a tensor in half precision."""
-    return getattr(node.meta.get("val"), "dtype", None) in HALF
+    return dtype_of(node) in HALF
 
 
 # Tensors of several dtypes side by side, and of several lengths.

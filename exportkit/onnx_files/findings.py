@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, graphs_in, operator_name
+from exportkit._torch_compat.graph import arguments_of, dtype_of, nodes_in, operator_name
 from exportkit.plan.leaves import Finding
 
 
@@ -32,10 +32,9 @@ def operator_findings(program: torch.export.ExportedProgram, translated: torch.o
 
 
 def _operators(program: torch.export.ExportedProgram | None) -> Iterator[tuple[str, torch.fx.Node]]:
-    for module in graphs_in(program.graph_module) if program is not None else ():
-        for node in module.graph.nodes:
-            if name := operator_name(node.target):
-                yield name, node
+    for node in nodes_in(program.graph_module) if program is not None else ():
+        if name := operator_name(node.target):
+            yield name, node
 
 
 def _argument(name: str, node: torch.fx.Node) -> Any:
@@ -44,7 +43,7 @@ def _argument(name: str, node: torch.fx.Node) -> Any:
 
 
 def _returns_integers(node: torch.fx.Node) -> bool:
-    return getattr(node.meta.get("val"), "dtype", None) is torch.int64
+    return dtype_of(node) is torch.int64
 
 
 def _has_rare_order(node: torch.fx.Node) -> bool:

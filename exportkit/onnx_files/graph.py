@@ -16,7 +16,7 @@ from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.files import Stamp, stamp_of
 from exportkit.onnx_files.contract import Contract, weights_beside
 from exportkit.plan.conditions import evaluate
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.cached_tokens import check_counted, hidden_past, zeros_of_unfilled
 from exportkit.probing.missing import fill_missing
 from exportkit.probing.simplify import as_simplified, value_at, with_split_lists

@@ -218,7 +218,7 @@ def with_refusals(program: torch.export.ExportedProgram) -> torch.export.Exporte
     In the graph of a loop, this is the first result of a turn. The assertions themselves stay; `without_assertions`
     takes them out.
     """
-    if not any(_refuses(node) for part in graphs_in(program.graph_module) for node in part.graph.nodes):
+    if not any(map(_refuses, nodes_in(program.graph_module))):
         return program
     module = copied_module(program)
     for part in graphs_in(module):
@@ -228,13 +228,12 @@ def with_refusals(program: torch.export.ExportedProgram) -> torch.export.Exporte
 
 def refusing_result(graph: torch.fx.Graph) -> torch.fx.Node | None:
     """Returns the first result that a graph computes, which cannot be computed where a condition does not hold."""
-    (output,) = graph.find_nodes(op="output")
-    return next((value for value in output.all_input_nodes if _is_computed(value)), None)
+    return next((value for value in graph.output_node().all_input_nodes if _is_computed(value)), None)
 
 
 def _refuse(module: torch.fx.GraphModule) -> None:
     graph = module.graph
-    (output,), result = graph.find_nodes(op="output"), refusing_result(graph)
+    output, result = graph.output_node(), refusing_result(graph)
     stated = [node for node in graph.nodes if _refuses(node)]
     stated += [found for node in list(graph.nodes) for found in _unused_results(module, node)]
     if result is None and any(map(asserts_recorded_path, stated)):
@@ -268,8 +267,8 @@ def _unused_results(module: torch.fx.GraphModule, node: torch.fx.Node) -> Iterat
         body = getattr(module, str(given.target), None) if isinstance(given, torch.fx.Node) else None
         if not isinstance(body, torch.fx.GraphModule) or not any(map(_refuses, nodes_in(body))):
             continue
-        (output,), result = body.graph.find_nodes(op="output"), refusing_result(body.graph)
-        results, values = list(output.args[0]), node.meta.get("val")
+        returned: Any = body.graph.output_node().args[0]
+        result, results, values = refusing_result(body.graph), list(returned), node.meta.get("val")
         if result is None or not isinstance(values, tuple | list) or len(values) != len(results):
             continue
         place = results.index(result)

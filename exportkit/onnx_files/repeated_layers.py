@@ -53,7 +53,7 @@ class RepeatedLayers:
 
     def __init__(self, program: torch.export.ExportedProgram, zeros: Sequence[Mapping[Any, int]] | None) -> None:
         signature = program.graph_signature
-        outputs: Any = next(node for node in program.graph.nodes if node.op == "output").args[0]
+        outputs: Any = program.graph.output_node().args[0]
         returns_inputs = any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs)
         if returns_inputs or not all(isinstance(node, Node) for node in outputs):
             raise NotRepeated
@@ -215,7 +215,7 @@ class _Copies:
         self._links += [(self._inputs[made.name], node) for node, made in self._repeated.links.items()]
         outputs = [self._value(node) for node in self._repeated.outputs]
         for value, node in self._links:
-            _replace_uses(value, self._value(node))
+            value.replace_all_uses_with(self._value(node))
         graph.remove(self._replaced, safe=False)
         graph.extend(self._nodes)
         graph.inputs.clear()
@@ -259,7 +259,7 @@ class _Copies:
                 if value in own:
                     self._links.append((stub, layer.given[own[value]]))
                 else:
-                    _replace_uses(stub, value)
+                    stub.replace_all_uses_with(value)
         self._replaced += nodes
 
     def _value(self, node: Node) -> onnx_ir.Value:
@@ -306,11 +306,6 @@ def _read_by(node: onnx_ir.Node) -> Iterator[onnx_ir.Value]:
             inner = list(attribute.as_graph().all_nodes())
             made = {value for other in inner for value in other.outputs} | set(attribute.as_graph().inputs)
             yield from (value for other in inner for value in other.inputs if value is not None and value not in made)
-
-
-def _replace_uses(value: onnx_ir.Value, other: onnx_ir.Value) -> None:
-    for node, place in list(value.uses()):
-        node.replace_input_with(place, other)
 
 
 def _rename(nodes: Sequence[onnx_ir.Node], first: Layer, layer: Layer) -> None:

@@ -16,7 +16,7 @@ from exportkit.calls.parts import Edge
 from exportkit.errors import ArgumentError
 from exportkit.onnx_files.contract import Contract
 from exportkit.onnx_files.graph import Given, OnnxGraph
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.effects import require_apart, write_back
 from exportkit.probing.simplify import value_at, with_value_at
 from exportkit.programs.domain import Domain
@@ -234,7 +234,7 @@ class OnnxRunner:
         """The shapes of a call, and several graphs by name, those for its kind first."""
         trees = {name: flatten(value) for name, value in self.contract.signature.bind(args, own).items()}
         shapes = shapes_in(trees) | shapes_of(made)
-        kind = split.landmarks.kind(shapes, given_constants(trees, self.contract.signature))
+        kind = split.classifier.kind(shapes, given_constants(trees, self.contract.signature))
         return shapes, sorted(self.graphs.items(), key=lambda item: split.kinds[item[0]] != kind)
 
     def graph_for(self, call: Call) -> OnnxGraph:

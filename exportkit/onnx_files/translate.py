@@ -45,9 +45,9 @@ from exportkit.onnx_files.refusals import refusing_result
 from exportkit.overrides import attribute_slots, replaced
 from exportkit.plan.expression import Expression
 from exportkit.plan.leaves import Finding
-from exportkit.programs.model_lines import line_of_node
 from exportkit.programs.program import TracedProgram, without_gradients
 from exportkit.rewrites.lists import operators_at_any_length
+from exportkit.rewrites.model_code import line_of_node
 from exportkit.rewrites.table import LIBRARY_PATCHES, RECORDED_PATHS, applied
 from exportkit.running.session import FUSED_OPSET, require_fused_operators
 from exportkit.trees import registered_caches

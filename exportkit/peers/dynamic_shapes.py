@@ -165,7 +165,7 @@ def _hinted(observation: Observation, hints: Any) -> Callable[[Leaf], bool]:
     roots: set[str] = set()
     for hint in hints:
         roots.add(_root(hint, signature.names, signature.var_positional, signature.var_keyword, known))
-    return lambda leaf: any(leaf.path == root or re.match(rf"{re.escape(root)}[.\[]", leaf.path) for root in roots)
+    return lambda leaf: any(is_below(leaf.path, root) for root in roots)
 
 
 def _root(

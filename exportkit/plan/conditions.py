@@ -15,7 +15,7 @@ from itertools import product
 from types import CodeType
 from typing import Any
 
-from exportkit.errors import PlanError
+from exportkit.errors import PlanError, described
 
 # Bounds of powers, whether the exponent is a number or computed.
 _LARGEST_NUMBER, _LARGEST_POWER, _MOST_DOUBLINGS = 2**63, 16, 64
@@ -320,7 +320,7 @@ def _parsed(text: str) -> ast.expr:
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise refused(f"{type(error).__name__}: {error}") from None
+        raise refused(described(error)) from None
     level: list[ast.AST] = [tree]
     for _ in range(_DEEPEST):
         for node in level:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exportkit.errors import PlanError
+from exportkit.errors import PlanError, described
 from exportkit.json_data import InvalidDataError, as_tuples, parse_json, read
 from exportkit.plan.leaves import Constant, Finding, PlannedLeaf, Variable, known, listed
 from exportkit.plan.placeholders import Grids, Marker, Placeholder
@@ -183,7 +183,7 @@ def load_plan(text: str) -> dict[str, Any]:
         plan["structure"] = {name: _untagged(value) for name, value in data["structure"].items()}
         _require_consistent(plan)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise PlanError("This plan is damaged.", got=f"{type(error).__name__}: {error}") from error
+        raise PlanError("This plan is damaged.", got=described(error)) from error
     return plan
 
 

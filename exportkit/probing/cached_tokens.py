@@ -10,7 +10,7 @@ import torch
 from exportkit.calls.call import shapes_of, shapes_text
 from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import cached_length, is_hidden, solve_sizes
+from exportkit.plan.solved_sizes import cached_length, is_hidden, solve_sizes
 from exportkit.trees import unfilled_layers
 
 _POSITIONS = ("position_ids", "cache_position")

@@ -21,7 +21,7 @@ from exportkit.calls.call import Call, shapes_of
 from exportkit.calls.observation import Observation
 from exportkit.errors import ArgumentError
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.cached_tokens import hidden_past
 from exportkit.probing.other_values import with_wide_values
 from exportkit.probing.simplify import as_simplified

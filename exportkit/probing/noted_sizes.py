@@ -38,7 +38,7 @@ class SizeComparison(NamedTuple):
     limit: float | None
 
 
-class Text(NamedTuple):
+class SizeFormatted(NamedTuple):
     """Code that makes text of a size.
 
     Attributes:
@@ -48,7 +48,7 @@ class Text(NamedTuple):
     place: str
 
 
-class Lost(NamedTuple):
+class SizeEscaped(NamedTuple):
     """Code that makes a plain number of a size, or looks it up: how that is compared is not seen.
 
     Attributes:
@@ -76,23 +76,23 @@ class _Noting:
             self.log.append((comparison, plain_number(self), plain_number(other)))
 
     def __repr__(self) -> str:
-        note_use(Text, self.log)
+        note_use(SizeFormatted, self.log)
         return repr(plain_number(self))
 
     def __format__(self, spec: str) -> str:
-        note_use(Text, self.log)
+        note_use(SizeFormatted, self.log)
         return format(plain_number(self), spec)
 
     def __int__(self) -> int:
-        note_use(Lost, self.log)
+        note_use(SizeEscaped, self.log)
         return int(plain_number(self))
 
     def __float__(self) -> float:
-        note_use(Lost, self.log)
+        note_use(SizeEscaped, self.log)
         return float(plain_number(self))
 
     def __hash__(self) -> int:
-        note_use(Lost, self.log)
+        note_use(SizeEscaped, self.log)
         return hash(plain_number(self))
 
 
@@ -108,7 +108,7 @@ def note_use(kind: Callable[[str], tuple[Any, ...]], log: list[tuple[Any, ...]],
     """Notes that the caller of the caller makes something else of a size.
 
     Args:
-        kind: What it makes of it: `Text` or `Lost`.
+        kind: What it makes of it: `SizeFormatted` or `SizeEscaped`.
         log: What it is noted in.
         past_torch: Whether the caller is the one that called torch for it.
     """

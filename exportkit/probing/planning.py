@@ -20,7 +20,7 @@ from exportkit.errors import PlanError
 from exportkit.plan.infer import infer_plan, name_variables
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.plan.tables import first_of
 from exportkit.probing.batch import confirm_batch
 from exportkit.probing.lengths import add_relations, extend_tokens, follow_encoder, pull_apart

@@ -24,12 +24,11 @@ from exportkit.running.compare import Tensors
 from exportkit.running.eager import replayed
 from exportkit.running.runner import compare_calls, recorded
 from exportkit.trees import Tree, first_name, is_cache_class, join, with_list
-from exportkit.trees.structure import without_indices
+from exportkit.trees.structure import LIST_MEMBER, without_indices
 from exportkit.trees.tree import is_inexact
 
 Value = TypeVar("Value")
 
-_MEMBER = re.compile(r"^(?P<list>.+)\[(?P<index>\d+)\]$")
 _STEPS = re.compile(r"\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]|\.?(?P<name>[^.\[]+)")
 
 
@@ -371,7 +370,7 @@ def _lists_in(by_path: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The entries for the elements of each list, in the order of their numbers."""
     paths: dict[str, dict[int, str]] = defaultdict(dict)
     for path in by_path:
-        match = _MEMBER.match(path)
+        match = LIST_MEMBER.match(path)
         if match:
             paths[match["list"]][int(match["index"])] = path
     found: dict[str, dict[str, Any]] = defaultdict(dict)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.pytree import tree_leaves
 from exportkit.calls.call import Call, tensors_in
-from exportkit.probing.noted_sizes import Lost, SizeComparison, Text, note_use, noted_size, plain_number
+from exportkit.probing.noted_sizes import SizeComparison, SizeEscaped, SizeFormatted, note_use, noted_size, plain_number
 from exportkit.rewrites.branches import is_own_code, place_asking
 from exportkit.rewrites.model_code import Place, is_check, is_idle, is_model_code, line_text
 from exportkit.running.eager import run_eager
@@ -227,11 +227,11 @@ class SizeReads(TorchFunctionMode):
 
     def texts(self) -> frozenset[str]:
         """Returns where text was made of sizes: file and line."""
-        return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], Text)])
+        return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], SizeFormatted)])
 
     def lost(self) -> frozenset[str]:
         """Returns where plain numbers were made of sizes: file and line."""
-        return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], Lost)])
+        return frozenset([entry[0].place for entry in self.log if isinstance(entry[0], SizeEscaped)])
 
     def comparisons(self) -> dict[SizeComparison, tuple[int, float]]:
         """Returns the comparisons with the values of both sides."""
@@ -261,7 +261,7 @@ class SizeReads(TorchFunctionMode):
         elif type(result) is int:
             self.log.append((name, result))
             if name == "__len__":  # `len` returns a plain number
-                note_use(Lost, self.log, past_torch=True)
+                note_use(SizeEscaped, self.log, past_torch=True)
             return noted_size(result, self.log)
         return result
 

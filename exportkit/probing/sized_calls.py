@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from exportkit.arguments.build import build_call, largest_tensors, resize, with_integers_below
-from exportkit.arguments.integers import fitted
+from exportkit.arguments.build import build_call, fitted, largest_tensors, resize, with_integers_below
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.plan.expression import Expression

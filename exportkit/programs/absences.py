@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from exportkit.calls.call import Call
 from exportkit.errors import ExportkitError
-from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.plan.sizes import unseen_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.missing import (
     Absences,
     absent_patterns,
@@ -27,8 +28,8 @@ from exportkit.probing.other_values import scaled, with_nothing_hidden, with_wid
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.size_reads import SizeReads, size_reads
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import UNTRIED, Turns
-from exportkit.programs.value_branches import untraced_write, value_branch
+from exportkit.programs.program_probe import untraced_write, value_branch
+from exportkit.programs.size_branches import UNTRIED, SizeBranchSearch
 from exportkit.rewrites.model_code import Place
 from exportkit.running.compare import Tensors
 from exportkit.running.eager import run_eager
@@ -154,15 +155,17 @@ def _tried(traced: TracedProgram, pattern: Pattern, empty: Mapping[str, int]) ->
     yield untraced_write(traced, call, without, [completed])
     yield value_branch(call, without, [completed], compared)
     others = functools.partial(call_without, traced.plan, traced.observation, absent=pattern)
-    turns = Turns(traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True)
-    for turn in turns.of(without, sizes):
-        if turn.sizes is None:
+    search = SizeBranchSearch(
+        traced, lambda sizes: reads(functools.partial(others, sizes=sizes)), completed, at_small_sizes=True
+    )
+    for branch in search.of(without, sizes):
+        if branch.sizes is None:
             yield UNTRIED
             continue
-        if any(turn.sizes[name] for name in empty):
+        if any(branch.sizes[name] for name in empty):
             continue
         try:
-            call = others(sizes=turn.sizes)
+            call = others(sizes=branch.sizes)
         except ExportkitError:  # such as rows of features for which the tokens have no room
             continue
         yield from _compared(traced, call, of_all_magnitudes=False)

@@ -16,16 +16,17 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError
 from exportkit.plan.conditions import SizeCondition, exactly
 from exportkit.plan.leaves import Finding
-from exportkit.plan.sizes import settled, sizes_between, solve_sizes, unseen_sizes
+from exportkit.plan.sizes import settled, sizes_between, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, small
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.plan.tables import sizes_text
 from exportkit.programs.call_check import SMALLEST
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
-from exportkit.programs.model_lines import ModelLine
 from exportkit.programs.patterns import sizes_of_calls, with_recorded_patterns, without_harmless
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.program_probe import ProgramProbe
+from exportkit.rewrites.model_code import ModelLine
 from exportkit.running.eager import replaced_buffer
 
 # The largest limit beyond which the model itself is run.

@@ -14,7 +14,7 @@ from exportkit.errors import ArgumentError
 from exportkit.json_data import Size
 from exportkit.plan.conditions import SizeCondition, first_broken
 from exportkit.plan.expression import Expression
-from exportkit.plan.sizes import solve_equations
+from exportkit.plan.solved_sizes import solve_equations
 from exportkit.plan.tables import sizes_text
 from exportkit.running.compare import Tensors
 from exportkit.trees.tree import dtype_name

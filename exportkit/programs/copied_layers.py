@@ -35,7 +35,7 @@ from exportkit.programs.layer import (
     marks,
     of_others,
     places_in,
-    plain_number,
+    plain_layer_number,
 )
 from exportkit.trees import flatten
 from exportkit.trees.caches import ATOMS
@@ -55,8 +55,8 @@ class CopiedLayers:
 
     def __init__(self) -> None:
         self.copies: list[CopiedLayer] = []
-        self._runs: dict[Any, list[_Run]] = {}
-        self._kinds: dict[Any, list[_Kind]] = {}
+        self._runs: dict[Any, list[_LayerRun]] = {}
+        self._pairs: dict[Any, list[_LayerPair]] = {}
         self._left: dict[Any, Sequence[Node | None]] = {}  # the nodes of the latest layer
 
     def call(self, tracer: Any, module: torch.nn.Module, path: str, args: Any, kwargs: Any, forward: Any) -> Any:
@@ -74,12 +74,12 @@ class CopiedLayers:
         if member is None:
             return forward(*args, **kwargs)
         key = tracer.graph, member[1], type(module)
-        runs, kinds = self._runs.setdefault(key, []), self._kinds.setdefault(key, [])
-        if len(runs) >= _MOST_RUNS and not kinds:
+        runs, pairs = self._runs.setdefault(key, []), self._pairs.setdefault(key, [])
+        if len(runs) >= _MOST_RUNS and not pairs:
             return forward(*args, **kwargs)
         try:
             layer = LayerCall(tracer, path, int(member[2]), module, (args, kwargs), self._left.get(key, ()))
-            found = next((kind for kind in kinds if kind.includes(layer)), None)
+            found = next((pair for pair in pairs if pair.includes(layer)), None)
             if found is None:
                 layer.look()
         except Exception:  # an object that raises when it is looked at: the layer is traced
@@ -89,17 +89,19 @@ class CopiedLayers:
             self._left[key] = layer.left
             self.copies.append(found.copied(layer))
             return result
-        run = _Run(layer, forward)
+        run = _LayerRun(layer, forward)
         self._left[key] = list(run.nodes)
         with contextlib.suppress(Exception):
             if run.is_known():
-                found = next((kind for other in reversed(runs[-_MOST_RUNS:]) if (kind := _Kind.of(other, run))), None)
-                kinds += [found] if found is not None else []
+                found = next(
+                    (pair for other in reversed(runs[-_MOST_RUNS:]) if (pair := _LayerPair.of(other, run))), None
+                )
+                pairs += [found] if found is not None else []
                 runs.append(run)
         return run.result
 
 
-class _Run:
+class _LayerRun:
     """A layer that was run, and what it left behind.
 
     Attributes:
@@ -137,9 +139,9 @@ class _Run:
 
     def _leave_plain_numbers(self) -> None:
         if any(isinstance(leaf, LayerNumber) for leaf in tree_leaves(self.result)):
-            self.result = tree_map(plain_number, self.result)
+            self.result = tree_map(plain_layer_number, self.result)
         for node in self.nodes:
-            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), plain_number)
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), plain_layer_number)
         for place in places_in(self.layer.call).values():
             if isinstance(place.value, LayerNumber) and not isinstance(place.holder, tuple):
                 place.write(int(place.value))
@@ -264,7 +266,7 @@ def _read_after(last: Node) -> list[Node]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kind:
+class _LayerPair:
     """Two layers that left the same nodes behind.
 
     Attributes:
@@ -276,8 +278,8 @@ class _Kind:
         numbers: The attributes that hold the number of a layer.
     """
 
-    first: _Run
-    run: _Run
+    first: _LayerRun
+    run: _LayerRun
     reads: Mapping[Node, Iterable[Steps]]
     own: frozenset[Steps]
     fixed: frozenset[Steps]
@@ -291,8 +293,8 @@ class _Kind:
         return {s: found for s, found in described if not any(is_left_out(s[:i]) for i in range(1, len(s) + 1))}
 
     @classmethod
-    def of(cls, first: _Run, run: _Run) -> _Kind | None:
-        """Returns the kind of two layers; None if they are not alike."""
+    def of(cls, first: _LayerRun, run: _LayerRun) -> _LayerPair | None:
+        """Returns two layers as a pair; None if they are not alike."""
         shift = run.layer.number - first.layer.number
         numbers = first.layer.own_numbers(run.layer)
         if not shift or numbers is None or (first.rows, first.returned) != (run.rows, run.returned):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from exportkit.calls.call import Call
-from exportkit.errors import ArgumentError, PlanError
+from exportkit.errors import ArgumentError, PlanError, described
 from exportkit.json_data import Size, read
 from exportkit.plan.conditions import SizeCondition, bounds_of, exactly, leaves_out_sizes
 from exportkit.plan.plan import Plan
@@ -164,7 +164,7 @@ class Domain:
             )
             found.check.require_readable()
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError("This domain is damaged.", got=f"{type(error).__name__}: {error}") from error
+            raise PlanError("This domain is damaged.", got=described(error)) from error
         return found
 
     def broken(self, sizes: Mapping[str, int]) -> list[SizeCondition]:

@@ -29,7 +29,7 @@ from exportkit.probing.simplify import as_simplified
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import in_one_line
 from exportkit.programs.findings import findings_of
-from exportkit.programs.kinds import Cluster, Kind, Landmarks, Split, clusters_of, kinds_of, split_by_sizes
+from exportkit.programs.kinds import CallClassifier, CallGroup, CallKind, Split, groups_of, kinds_of, split_by_sizes
 from exportkit.programs.left_out import with_harmless_constants
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
@@ -38,7 +38,7 @@ from exportkit.programs.strategies import Attempt
 from exportkit.running.compare import Difference, Tensors, compare_outputs
 from exportkit.running.runner import Runner, compare_calls, recorded
 
-_MOST_PROGRAMS = 6  # with more clusters than these, they are not kinds of call
+_MOST_PROGRAMS = 6  # with more groups than these, they are not kinds of call
 
 PlanOf = Callable[[Observation], BoundPlan]
 # Returns what stands against a proof of a program as ONNX; the flag says whether to try sizes that were never run.
@@ -185,16 +185,16 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
         PlanError: if the recorded calls contradict each other.
         ExportError: if torch cannot trace the model, or its program serves less than the plan.
     """
-    landmarks = Landmarks.of(observation)
-    with_lists = landmarks.with_lists(observation)
-    kinds = kinds_of(observation, landmarks)
+    classifier = CallClassifier.of(observation)
+    with_lists = classifier.with_lists(observation)
+    kinds = kinds_of(observation, classifier)
 
     def check(traced: TracedProgram) -> str | ExportkitError:
         found = _wrong_on_a_kind(traced, kinds, prove) if len(kinds) > 1 or with_lists.lists else ""
         return found or _wrong_at_small_sizes(traced, prove) or ""
 
     def split(why: str | ExportkitError) -> Programs | None:
-        found = _by_kind(model, observation, landmarks, why, plan_of, prove)
+        found = _by_kind(model, observation, classifier, why, plan_of, prove)
         if found is None and with_lists.lists:
             found = _by_kind(model, observation, with_lists, why, plan_of, prove)
         return found
@@ -207,7 +207,7 @@ def export_calls(model: torch.nn.Module, observation: Observation, plan_of: Plan
     return ExportedModel({"": search.found()}, attempts=tuple(search.attempts))
 
 
-def _wrong_on_a_kind(traced: TracedProgram, kinds: Mapping[Kind, list[Call]], prove: Prove) -> str:
+def _wrong_on_a_kind(traced: TracedProgram, kinds: Mapping[CallKind, list[Call]], prove: Prove) -> str:
     """What is wrong with a program for some kind of call; nothing if it serves all of them."""
     if traced.absences.refused:
         return next(finding.text for finding in findings_of(traced) if finding.kind == "missing input")
@@ -248,13 +248,13 @@ def _wrong_at_small_sizes(traced: TracedProgram, prove: Prove) -> ExportError | 
 def _by_kind(
     model: torch.nn.Module,
     observation: Observation,
-    landmarks: Landmarks,
+    classifier: CallClassifier,
     why: str | ExportkitError,
     plan_of: PlanOf,
     prove: Prove,
 ) -> Programs | None:
     """A program for each kind of call, given why no single one serves all; None if one of them cannot be proven."""
-    pending = clusters_of(observation, landmarks)
+    pending = groups_of(observation, classifier)
     if len(pending) == 1:  # all calls failed together, so only their sizes can tell them apart
         pending = _sides(pending[0], why)
     if not 1 < len(pending) <= _MOST_PROGRAMS:
@@ -264,22 +264,22 @@ def _by_kind(
     except ExportkitError:
         whole = None
     programs: dict[str, TracedProgram] = {}
-    clusters: list[Cluster] = []
+    groups: list[CallGroup] = []
     while pending:
-        cluster = pending.pop(0)
-        plans = _plans(cluster, landmarks, whole, plan_of)
-        found = _proven(model, observation.method_name, plans, landmarks.first, prove)
+        group = pending.pop(0)
+        plans = _plans(group, classifier, whole, plan_of)
+        found = _proven(model, observation.method_name, plans, classifier.first, prove)
         if isinstance(found, TracedProgram):
-            clusters.append(cluster)
-            programs[cluster.name] = found
+            groups.append(group)
+            programs[group.name] = found
             continue
-        sides = _sides(cluster, found)
-        if not sides or len(clusters) + len(pending) + len(sides) > _MOST_PROGRAMS:
+        sides = _sides(group, found)
+        if not sides or len(groups) + len(pending) + len(sides) > _MOST_PROGRAMS:
             return None
         pending = [*sides, *pending]
     reason = in_one_line(why) if isinstance(why, ExportkitError) else why
-    by_name = {cluster.name: cluster.kind for cluster in clusters}
-    return programs, Split(reason, landmarks, by_name, {c.name: c.calls for c in clusters})
+    by_name = {group.name: group.kind for group in groups}
+    return programs, Split(reason, classifier, by_name, {c.name: c.calls for c in groups})
 
 
 def _refusal(traced: TracedProgram, call: Call) -> str | None:
@@ -294,10 +294,10 @@ def _refusal(traced: TracedProgram, call: Call) -> str | None:
     return None
 
 
-def _sides(cluster: Cluster, why: object) -> list[Cluster]:
+def _sides(group: CallGroup, why: object) -> list[CallGroup]:
     """The calls on both sides of the condition on sizes that an error is about; none for anything else."""
     sides = why.sides if isinstance(why, ExportError) else None
-    return [] if sides is None else split_by_sizes(cluster, *sides)
+    return [] if sides is None else split_by_sizes(group, *sides)
 
 
 def _proven(
@@ -325,33 +325,35 @@ def _proven(
     return sides
 
 
-def _plans(cluster: Cluster, landmarks: Landmarks, whole: BoundPlan | None, plan_of: PlanOf) -> Iterator[BoundPlan]:
-    """Yields plans for a cluster: for all sizes that the model may take, for its kind of call, for the sizes seen.
+def _plans(
+    group: CallGroup, classifier: CallClassifier, whole: BoundPlan | None, plan_of: PlanOf
+) -> Iterator[BoundPlan]:
+    """Yields plans for a group: for all sizes that the model may take, for its kind of call, for the sizes seen.
 
     The last ones lack inputs that no call had: with a filled cache, a model may read a mask in another way.
     """
-    own = plan_of(cluster.observation)
+    own = plan_of(group.observation)
     if whole is not None:  # with the findings about static sizes that still hold
         varied = own.widened(whole)
         findings = [finding for finding in varied.findings if finding.kind not in ("one call", "one size")]
-        yield from _limited(replace(varied, findings=(*findings, *one_size(varied))), cluster, landmarks)
-    yield from _limited(own, cluster, landmarks)
+        yield from _limited(replace(varied, findings=(*findings, *one_size(varied))), group, classifier)
+    yield from _limited(own, group, classifier)
     restored = {leaf.argument for leaf in own.leaves if leaf.restored}
     if restored:
-        yield from _limited(plan_of(cluster.observation.without(restored)), cluster, landmarks)
+        yield from _limited(plan_of(group.observation.without(restored)), group, classifier)
 
 
-def _limited(plan: BoundPlan, cluster: Cluster, landmarks: Landmarks) -> Iterator[BoundPlan]:
+def _limited(plan: BoundPlan, group: CallGroup, classifier: CallClassifier) -> Iterator[BoundPlan]:
     """Yields the plan, the plan limited to filled caches, and that limited to one token or to several."""
     yield plan
     for leaf in plan.leaves:
         name = None if leaf.growing is None else leaf.sizes[leaf.growing].variable
         plan = plan if name is None else _at_least(plan, name, 1)
     yield plan
-    first = None if landmarks.first is None else plan.by_path.get(landmarks.first)
+    first = None if classifier.first is None else plan.by_path.get(classifier.first)
     for axis, size in enumerate(() if first is None else first.sizes):
         if axis and size.variable is not None:
-            plan = plan.static(size.variable) if axis in cluster.kind.single else _at_least(plan, size.variable, 2)
+            plan = plan.static(size.variable) if axis in group.kind.single else _at_least(plan, size.variable, 2)
     yield plan
 
 

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,10 +22,9 @@ from exportkit.calls.call import Call
 from exportkit.errors import ExportError, ExportkitError, described
 from exportkit.plan.plan import Plan
 from exportkit.programs.loop_failures import why_unrolled
-from exportkit.programs.model_lines import ModelLine, line_of_frames, line_of_node
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.traced_method import FlatSignature
-from exportkit.rewrites.model_code import is_model_code
+from exportkit.rewrites.model_code import ModelLine, is_model_code, line_of_frames, line_of_node
 from exportkit.trees import flatten, join, registered_caches
 
 _DETAILS = "exportkit-details-"
@@ -305,7 +303,7 @@ class _Specializations:
         if message.startswith("create_symbol "):
             self._symbols[str(arguments[2])] = str(arguments[0])
         elif message.startswith("set_replacement ") and str(arguments[0]) not in self._replaced:
-            place = line_of_frames(_stack(), self._model)
+            place = line_of_frames([*traceback.walk_stack(sys._getframe())][::-1], self._model)
             self._replaced[str(arguments[0])] = (len(self._replaced), str(arguments[1]), place)
 
     def fixed(self, path: str, source: str, axis: int, size: int) -> _Fixed:
@@ -315,15 +313,6 @@ class _Specializations:
         while symbol in self._replaced:
             order, symbol, place = self._replaced[symbol]
         return _Fixed(path, axis, size, order, place)
-
-
-def _stack() -> list[tuple[FrameType, int]]:
-    frames = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return frames[::-1]
 
 
 def _nodes_in(error: BaseException) -> Iterator[torch.fx.Node]:

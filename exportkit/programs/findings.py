@@ -15,8 +15,8 @@ from exportkit.plan.tables import count
 from exportkit.probing.effects import changed_state
 from exportkit.probing.missing import absent_patterns
 from exportkit.programs.kept_state import STATE
-from exportkit.programs.model_lines import ModelLine, line_of_node
 from exportkit.programs.program import TracedProgram
+from exportkit.rewrites.model_code import ModelLine, line_of_node
 from exportkit.trees import check_opened, first_name
 from exportkit.trees.structure import without_indices
 
@@ -143,7 +143,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
         text += "Both are compared for the same numbers." if accepted else _SAME_NUMBERS
         findings.append(Finding("random numbers", ", ".join(drawn), text))
     # outputs that share memory with an input in the model do not in the graph
-    (returned,) = next(node for node in nodes if node.op == "output").args
+    (returned,) = traced.program.graph.output_node().args
     paths = iter(traced.output_paths)
     for node, spec in zip(returned, traced.program.graph_signature.output_specs, strict=True):
         if spec.kind.name != "USER_OUTPUT" or not hasattr(node, "op"):

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from exportkit._torch_compat.modules import buffer_table
-from exportkit.calls.call import Call, NumberKind, Signature, number_as_tensor, number_in
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.calls.signature import NumberKind, Signature, number_as_tensor, number_in
 from exportkit.errors import ExportError, UnregisteredClassError
 from exportkit.plan.leaves import is_below
 from exportkit.probing.effects import changed_state

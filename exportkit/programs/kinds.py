@@ -11,8 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.calls.signature import Signature
 from exportkit.json_data import Size, read
 from exportkit.trees import Fingerprint, Tree, constants_in, fingerprint, first_name, is_cache_class, join, text_of
 from exportkit.trees.constants import from_json
@@ -22,8 +23,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What the calls of one cluster have in common.
+class CallKind:
+    """What the calls of one group have in common.
 
     Attributes:
         given: Inputs that they give: path, without indices of lists unless their lengths matter, and rank. Tensors of
@@ -40,8 +41,8 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Landmarks:
-    """The inputs that tell the kinds of call of a model apart.
+class CallClassifier:
+    """Tells the kinds of call of a model apart by their inputs.
 
     Attributes:
         first: Path of the first input that all calls give and that does not grow; None if there is none.
@@ -54,8 +55,8 @@ class Landmarks:
     lists: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, observation: Observation) -> Landmarks:
-        """Returns the landmarks of recorded calls."""
+    def of(cls, observation: Observation) -> CallClassifier:
+        """Returns the classifier for recorded calls."""
         growing: dict[str, int] = {}
         common = dict.fromkeys(observation.tensor_paths())
         for call in observation.calls:
@@ -65,8 +66,8 @@ class Landmarks:
             common = {path: None for path in common if path in shapes}
         return cls(next((path for path in common if path not in growing), None), growing)
 
-    def with_lists(self, observation: Observation) -> Landmarks:
-        """Returns the landmarks by which calls differ, too, if they give lists of different lengths."""
+    def with_lists(self, observation: Observation) -> CallClassifier:
+        """Returns the classifier that also tells calls apart by the lengths of their lists, if these differ."""
         counts: dict[str, set[int]] = {}
         for call in observation.calls:
             paths = [without_indices(path) for path in call.shapes() if path not in self.growing]
@@ -74,7 +75,7 @@ class Landmarks:
                 counts.setdefault(path, set()).add(count)
         return replace(self, lists=frozenset(path for path, found in counts.items() if len(found) > 1))
 
-    def kind(self, shapes: Shapes, constants: Mapping[str, Fingerprint]) -> Kind:
+    def kind(self, shapes: Shapes, constants: Mapping[str, Fingerprint]) -> CallKind:
         """Returns the kind of a call.
 
         Args:
@@ -88,11 +89,11 @@ class Landmarks:
         }
         first = shapes.get(self.first or "", ())
         single = {axis for axis, size in enumerate(first) if axis and size == 1}
-        return Kind(frozenset(given), frozenset(single), frozenset(constants.items()))
+        return CallKind(frozenset(given), frozenset(single), frozenset(constants.items()))
 
 
 @dataclass(frozen=True)
-class Cluster:
+class CallGroup:
     """Calls of one kind.
 
     Attributes:
@@ -103,7 +104,7 @@ class Cluster:
     """
 
     name: str
-    kind: Kind
+    kind: CallKind
     observation: Observation
     calls: tuple[int, ...]
 
@@ -114,14 +115,14 @@ class Split:
 
     Attributes:
         reason: Why one program cannot serve all calls.
-        landmarks: What tells the kinds of call apart.
+        classifier: What tells the kinds of call apart.
         kinds: The kind of call that each program serves, by its name.
         calls: Numbers of the recorded calls that each program serves, by its name.
     """
 
     reason: str
-    landmarks: Landmarks
-    kinds: Mapping[str, Kind]
+    classifier: CallClassifier
+    kinds: Mapping[str, CallKind]
     calls: Mapping[str, tuple[int, ...]]
 
     @property
@@ -139,9 +140,9 @@ class Split:
         """Returns the split as JSON data."""
         return {
             "reason": self.reason,
-            "first": self.landmarks.first,
-            "growing": dict(self.landmarks.growing),
-            "lists": sorted(self.landmarks.lists),
+            "first": self.classifier.first,
+            "growing": dict(self.classifier.growing),
+            "lists": sorted(self.classifier.lists),
             "kinds": {
                 name: {
                     "given": sorted(map(list, kind.given)),
@@ -164,53 +165,53 @@ class Split:
         kinds = {}
         for name, kind in read(Mapping[str, Mapping[str, Any]], data["kinds"]).items():
             constants = read(Mapping[str, Any], kind["constants"])
-            kinds[name] = Kind(
+            kinds[name] = CallKind(
                 read(frozenset[tuple[str, Size]], kind["given"]),
                 read(frozenset[Size], kind["single"]),
                 frozenset((path, from_json(value)) for path, value in constants.items()),
                 read(str, kind.get("sizes", "")),
             )
-        landmarks = read(Landmarks, {name: data[name] for name in ("first", "growing", "lists")})
+        classifier = read(CallClassifier, {name: data[name] for name in ("first", "growing", "lists")})
         calls = read(Mapping[str, tuple[Size, ...]], data["calls"])
-        return cls(read(str, data["reason"]), landmarks, kinds, calls)
+        return cls(read(str, data["reason"]), classifier, kinds, calls)
 
 
-def kinds_of(observation: Observation, landmarks: Landmarks) -> dict[Kind, list[Call]]:
+def kinds_of(observation: Observation, classifier: CallClassifier) -> dict[CallKind, list[Call]]:
     """Returns the recorded calls by their kind, in the order of their first calls."""
-    kinds: dict[Kind, list[Call]] = {}
+    kinds: dict[CallKind, list[Call]] = {}
     for call in observation.calls:
-        kind = landmarks.kind(call.shapes(), given_constants(call.arguments, call.signature))
+        kind = classifier.kind(call.shapes(), given_constants(call.arguments, call.signature))
         kinds.setdefault(kind, []).append(call)
     return kinds
 
 
-def clusters_of(observation: Observation, landmarks: Landmarks) -> list[Cluster]:
-    """Returns the clusters of recorded calls, in the order of their first calls."""
-    kinds = kinds_of(observation, landmarks)
+def groups_of(observation: Observation, classifier: CallClassifier) -> list[CallGroup]:
+    """Returns the groups of recorded calls, in the order of their first calls."""
+    kinds = kinds_of(observation, classifier)
     names = _names(observation, list(kinds))
     return [
-        Cluster(name, kind, _only(observation, calls, kind, landmarks), tuple(call.index or 0 for call in calls))
+        CallGroup(name, kind, _only(observation, calls, kind, classifier), tuple(call.index or 0 for call in calls))
         for name, (kind, calls) in zip(names, kinds.items(), strict=True)
     ]
 
 
-def split_by_sizes(cluster: Cluster, condition: str, breaking: Collection[int]) -> list[Cluster]:
-    """Returns the calls of a cluster that fulfil a condition on sizes, and those that break it; none if all are alike.
+def split_by_sizes(group: CallGroup, condition: str, breaking: Collection[int]) -> list[CallGroup]:
+    """Returns the calls of a group that fulfil a condition on sizes, and those that break it; none if all are alike.
 
     Args:
-        cluster: The cluster.
+        group: The group.
         condition: The condition.
         breaking: Numbers of the calls that break it.
     """
     found = []
     for number, breaks in enumerate((False, True), 1):
-        held = [call for call in cluster.observation.calls if (call.index in breaking) == breaks]
+        held = [call for call in group.observation.calls if (call.index in breaking) == breaks]
         text = f"not ({condition})" if breaks else condition
-        kind = replace(cluster.kind, sizes=", ".join(filter(None, (cluster.kind.sizes, text))))
+        kind = replace(group.kind, sizes=", ".join(filter(None, (group.kind.sizes, text))))
         calls = tuple(replace(call, index=position) for position, call in enumerate(held))
-        numbers = tuple(cluster.calls[call.index or 0] for call in held)
-        only = replace(cluster.observation, calls=calls, further=())
-        found += [Cluster(f"{cluster.name or 'sizes'}_{number}", kind, only, numbers)] if held else []
+        numbers = tuple(group.calls[call.index or 0] for call in held)
+        only = replace(group.observation, calls=calls, further=())
+        found += [CallGroup(f"{group.name or 'sizes'}_{number}", kind, only, numbers)] if held else []
     return found if len(found) > 1 else []
 
 
@@ -230,11 +231,11 @@ def given_constants(arguments: Mapping[str, Tree], signature: Signature) -> dict
     return found
 
 
-def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: Landmarks) -> Observation:
+def _only(observation: Observation, calls: list[Call], kind: CallKind, classifier: CallClassifier) -> Observation:
     """The observation with only these calls; of the calls that were not stored, it keeps those of the kind."""
     further, constants = [], dict(kind.constants)
     for seen in observation.further:
-        other = landmarks.kind(seen.inputs, {})
+        other = classifier.kind(seen.inputs, {})
         given = {
             path: form
             for name, tree in observation.constants_of(seen).items()
@@ -247,7 +248,7 @@ def _only(observation: Observation, calls: list[Call], kind: Kind, landmarks: La
     return replace(observation, calls=numbered, further=tuple(further))
 
 
-def _names(observation: Observation, kinds: list[Kind]) -> list[str]:
+def _names(observation: Observation, kinds: list[CallKind]) -> list[str]:
     """A name for each kind: its role for a cache and, if needed to be unique, its inputs, ranks and lengths."""
     caches = {name for call in observation.calls for name, tree in call.arguments.items() if is_cache_class(tree.cls)}
     names = [""] * len(kinds)
@@ -257,21 +258,21 @@ def _names(observation: Observation, kinds: list[Kind]) -> list[str]:
     return [f"{name}_{names[:i].count(name) + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
-def _roles(kinds: list[Kind], caches: set[str]) -> list[str]:
+def _roles(kinds: list[CallKind], caches: set[str]) -> list[str]:
     stored = [{item for item in kind.given if first_name(item[0]) in caches} for kind in kinds]
     full = set().union(*stored)
     names = ("decode" if kind.single else "continuation" for kind in kinds)
     return ["prefill" if found < full else name if full else "" for found, name in zip(stored, names, strict=True)]
 
 
-def _inputs(kinds: list[Kind], caches: set[str]) -> list[str]:
+def _inputs(kinds: list[CallKind], caches: set[str]) -> list[str]:
     given = [{first_name(path) for path, _ in kind.given} - caches for kind in kinds]
     varying = set().union(*given) - given[0].intersection(*given)
     with_ = [f"with_{'_and_'.join(sorted(found & varying))}" if found & varying else "" for found in given]
     return [name or (f"without_{'_and_'.join(sorted(varying))}" if varying else "") for name in with_]
 
 
-def _ranks(kinds: list[Kind]) -> list[str]:
+def _ranks(kinds: list[CallKind]) -> list[str]:
     varying = frozenset().union(*(kind.given for kind in kinds)) - kinds[0].given.intersection(
         *(k.given for k in kinds)
     )
@@ -280,5 +281,5 @@ def _ranks(kinds: list[Kind]) -> list[str]:
     return ["_".join(f"{first_name(path)}_of_rank_{rank}" for path, rank in items[:1]) for items in found]
 
 
-def _amounts(kinds: list[Kind]) -> list[str]:
+def _amounts(kinds: list[CallKind]) -> list[str]:
     return ["single" if kind.single else "several" for kind in kinds]

@@ -117,7 +117,7 @@ class LayerCall:
             own: Places of items of lists; other items of these lists are left out.
         """
         self.places = places_in(self.call, own) | {steps: ValuePlace(tensor) for steps, tensor in self.weights.items()}
-        self.described = described(self.places)
+        self.described = descriptions(self.places)
 
     def _numbers(self) -> Iterator[Steps]:
         """The attributes that hold the number of the layer, as those of another one in the list hold its number."""
@@ -253,7 +253,7 @@ def description(value: Any) -> Any:
     return type(value), value if type(value) in ATOMS else fingerprint(value)
 
 
-def described(places: Mapping[Steps, ValuePlace]) -> dict[Steps, Any]:
+def descriptions(places: Mapping[Steps, ValuePlace]) -> dict[Steps, Any]:
     """Returns what has to be equal of the values at places for code to do the same with them."""
     return {steps: description(place.value) for steps, place in places.items()}
 
@@ -270,7 +270,7 @@ class LayerNumber(int):
     name: Steps
 
 
-def plain_number(value: Any) -> Any:
+def plain_layer_number(value: Any) -> Any:
     """Returns a value; the number of a layer as a plain integer."""
     return int(value) if isinstance(value, LayerNumber) else value
 
@@ -295,11 +295,11 @@ class LayerTable(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(key, LayerNumber):
             self._written.add(int(key))
-        super().__setitem__(plain_number(key), value)
+        super().__setitem__(plain_layer_number(key), value)
 
     def _found(self, key: Any, find: Callable[..., Any], *others: Any) -> Any:
         try:
-            found = find(self, plain_number(key), *others)
+            found = find(self, plain_layer_number(key), *others)
         except KeyError:
             hash(key)  # which a number notes, so that the layer is not copied
             raise
@@ -332,7 +332,7 @@ def look_ups_noted(places: Mapping[Steps, ValuePlace]) -> Iterator[None]:
     finally:
         for items, table in tables.values():
             items.clear()
-            items.update((plain_number(key), value) for key, value in table.items())
+            items.update((plain_layer_number(key), value) for key, value in table.items())
         for place, items, table in replaced:
             if place.read() is table:
                 place.write(items)

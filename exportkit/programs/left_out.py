@@ -25,10 +25,9 @@ from exportkit.errors import ArgumentError
 from exportkit.plan.sizes import unseen_sizes
 from exportkit.probing.size_reads import SizeReads
 from exportkit.probing.traits import APART, Traits, find_traits
-from exportkit.programs.kinds import Landmarks, kinds_of
+from exportkit.programs.kinds import CallClassifier, kinds_of
 from exportkit.programs.program import TracedProgram
-from exportkit.running.bounds import fixed_bound
-from exportkit.running.compare import compare_tensors
+from exportkit.running.compare import same_value
 from exportkit.running.eager import run_eager, sampled_answer
 from exportkit.trees import Fingerprint, fingerprint, flatten
 from exportkit.trees.structure import path_of
@@ -133,7 +132,7 @@ def with_traits(traced: TracedProgram) -> TracedProgram:
 def _calls(traced: TracedProgram, unseen: int = _MOST_UNSEEN) -> Iterator[Call]:
     """Yields the first recorded call of each kind, the traced one, and some at sizes that were never run."""
     observation = traced.observation
-    for first, *_ in kinds_of(observation, Landmarks.of(observation)).values():
+    for first, *_ in kinds_of(observation, CallClassifier.of(observation)).values():
         yield first
     others = [item.sizes for item in unseen_sizes(traced.plan, traced.sizes)]
     for sizes in (traced.sizes, *others[:unseen]):
@@ -223,11 +222,7 @@ def _effect(log: _Log | None, other: _Log | None) -> _Effect:
     done = [(one.operators, one.reads.log, one.form) for one in (log, other)]
     if done[0] != done[1] or log.may_differ_from(other) or other.may_differ_from(log):
         return _Effect.CODE
-    return _Effect.NONE if all(map(_same, log.tensors, other.tensors)) else _Effect.RESULT
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return compare_tensors("", a, b, bound=fixed_bound(0.0, 0.0)).reason is None
+    return _Effect.NONE if all(map(same_value, log.tensors, other.tensors)) else _Effect.RESULT
 
 
 def _log(traced: TracedProgram, call: Call) -> _Log | None:

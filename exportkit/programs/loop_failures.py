@@ -10,11 +10,10 @@ from typing import NamedTuple
 from exportkit import rewrites
 from exportkit._torch_compat.loop_operators import lines_compiled, why_no_operator
 from exportkit._torch_compat.traced_values import is_data_dependent
-from exportkit.programs.model_lines import ModelLine
 from exportkit.rewrites import loop_runs
 from exportkit.rewrites.loop_bodies import Obstacle, appended, obstacle
 from exportkit.rewrites.loop_forms import plain_loop
-from exportkit.rewrites.model_code import Line, is_model_code, parsed
+from exportkit.rewrites.model_code import Line, ModelLine, is_model_code, parsed
 
 _REWRITES = Path(rewrites.__file__).parent
 _HINTS = {

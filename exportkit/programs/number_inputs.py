@@ -15,8 +15,9 @@ import torch
 
 from exportkit._torch_compat.graph import is_assertion, takes_number
 from exportkit.arguments.table import further_numbers, numbers_of
-from exportkit.calls.call import Call, NumberKind, number_as_tensor, number_in
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.calls.signature import NumberKind, number_as_tensor, number_in
 from exportkit.running.compare import outputs_close
 from exportkit.running.eager import method_of, run_eager
 from exportkit.running.program import tensor_placeholders

@@ -10,7 +10,7 @@ from exportkit.errors import ExportError
 from exportkit.plan.conditions import SizeCondition
 from exportkit.plan.leaves import Finding
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import solve_sizes, unseen_sizes
+from exportkit.plan.sizes import unseen_sizes
 from exportkit.plan.small_sizes import (
     Pattern,
     at_pattern,
@@ -20,12 +20,13 @@ from exportkit.plan.small_sizes import (
     smallest_sizes,
     varied_sizes,
 )
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.guards import TracedSizes
 from exportkit.programs.program import TracedProgram
 from exportkit.programs.program_probe import ProgramProbe
-from exportkit.programs.turns import Affordable, fulfils
+from exportkit.programs.size_branches import Affordable, fulfils
 from exportkit.rewrites.model_code import is_fitting, is_idle
 
 _LARGEST_TRIED = 512

@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.graph import arguments_of, export_with_gradients, nodes_in, trace_module, without_regions
+from exportkit._torch_compat.graph import (
+    arguments_of,
+    dtype_of,
+    export_with_gradients,
+    nodes_in,
+    trace_module,
+    without_regions,
+)
 from exportkit._torch_compat.loop_operators import with_constants_outside
 from exportkit._torch_compat.symbolic_shapes import ShapeGuard, answered_questions
 from exportkit._torch_compat.traced_values import is_counted, size_in_trace, value_error
@@ -41,7 +48,6 @@ from exportkit.programs.copied_layers import CopiedLayers
 from exportkit.programs.domain import Domain
 from exportkit.programs.failure import failure
 from exportkit.programs.kept_state import WithEffects
-from exportkit.programs.model_lines import ModelLine
 from exportkit.programs.python_values import PythonValues
 from exportkit.programs.repro import TraceRequest
 from exportkit.programs.reused_layers import ReusedLayers
@@ -49,7 +55,7 @@ from exportkit.programs.traced_method import Example, TracedMethod
 from exportkit.rewrites import branches
 from exportkit.rewrites.branches import questions_noted
 from exportkit.rewrites.lists import operators_at_any_length
-from exportkit.rewrites.model_code import is_model_code
+from exportkit.rewrites.model_code import ModelLine, is_model_code
 from exportkit.rewrites.table import BUFFER_VALUES, DECIDES, GRADIENTS, LOOPS, STRICT, Rewrite, applied
 from exportkit.running.bounds import HALF
 from exportkit.running.eager import Answer, EagerRunner, autocast, kernels_of, sampled_answer
@@ -153,7 +159,7 @@ class TracedProgram:
     @property
     def half_dtypes(self) -> tuple[str, ...]:
         """The dtypes in half precision in which the program computes something."""
-        dtypes = {getattr(node.meta.get("val"), "dtype", None) for node in nodes_in(self.program.graph_module)}
+        dtypes = {dtype_of(node) for node in nodes_in(self.program.graph_module)}
         return tuple(dtype_name(dtype) for dtype in HALF if dtype in dtypes)
 
     @property

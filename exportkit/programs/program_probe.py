@@ -1,17 +1,23 @@
-"""A program and the model that it was traced from, run in torch side by side to see where they agree."""
+"""A program and the model that it was traced from, run in torch side by side to see where they agree.
+
+At other sizes, and for other values of tensors, the model may also run code that was not traced.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from exportkit.calls.call import Call
 from exportkit.errors import ArgumentError, described
 from exportkit.plan.conditions import SizeCondition
-from exportkit.plan.sizes import settled, solve_sizes
+from exportkit.plan.sizes import settled
 from exportkit.plan.small_sizes import sizes_beside, small
+from exportkit.plan.solved_sizes import solve_sizes
+from exportkit.probing.effects import written_arguments
 from exportkit.probing.missing import beyond_rounding
 from exportkit.probing.other_values import scaled, with_other_values
 from exportkit.probing.simplify import as_simplified
@@ -20,9 +26,8 @@ from exportkit.probing.sized_calls import calls_with_values, stepwise_outputs
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.domain import Domain
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import Turn, Turns, fulfils
-from exportkit.programs.value_branches import untraced_write, value_branch
-from exportkit.rewrites.model_code import Place
+from exportkit.programs.size_branches import SizeBranch, SizeBranchSearch, fulfils
+from exportkit.rewrites.model_code import Place, line_text
 from exportkit.rewrites.table import ARRAYS, DECIDES
 from exportkit.running.compare import Difference, Tensors
 from exportkit.running.masks import Padding
@@ -222,26 +227,26 @@ class ProgramProbe:
             return []
         others = [f"{name} != {size}" for name, size in small(sizes).items()]
         found: list[SizeCondition] = []
-        turns = Turns(replace(self._traced, domain=domain), self._reads, of_trace, self._settled)
-        for turn in turns.of(start, sizes):
-            if turn.sizes is not None:
-                is_excluded = not all(condition.holds(turn.sizes) for condition in found)
-                if is_excluded or not self.difference(turn.sizes):
+        search = SizeBranchSearch(replace(self._traced, domain=domain), self._reads, of_trace, self._settled)
+        for branch in search.of(start, sizes):
+            if branch.sizes is not None:
+                is_excluded = not all(condition.holds(branch.sizes) for condition in found)
+                if is_excluded or not self.difference(branch.sizes):
                     continue
-            is_kept = turn.is_near or turn.stated is not None
-            limit = turn.limit(turn.kept if is_kept else self._last_right(turn, sizes))
+            is_kept = branch.is_near or branch.stated is not None
+            limit = branch.limit(branch.kept if is_kept else self._last_right(branch, sizes))
             text = " or ".join([*others, limit])
             if text not in [condition.text for condition in found]:
-                found.append(SizeCondition(text, turn.place, own=True))
+                found.append(SizeCondition(text, branch.place, own=True))
         self._settled += [] if found else [start]
         return found
 
-    def _last_right(self, turn: Turn, sizes: Mapping[str, int]) -> int:
-        """The last size of a variable before a turn at which the program does what the model does, by bisection."""
-        right, wrong = turn.kept, turn.sizes[turn.name] if turn.sizes else turn.kept
+    def _last_right(self, branch: SizeBranch, sizes: Mapping[str, int]) -> int:
+        """The last size of a variable before a branch at which the program does what the model does, by bisection."""
+        right, wrong = branch.kept, branch.sizes[branch.name] if branch.sizes else branch.kept
         while abs(wrong - right) > 1:
             middle = (wrong + right) // 2
-            other = settled(self._traced.plan, {**sizes, turn.name: middle})
+            other = settled(self._traced.plan, {**sizes, branch.name: middle})
             right, wrong = (right, middle) if self.difference(other) else (middle, wrong)
         return right
 
@@ -293,3 +298,66 @@ class ProgramProbe:
 def _quiet() -> warnings.catch_warnings[None]:
     """Silences warnings, as they come from calls that the user did not make."""
     return warnings.catch_warnings(action="ignore")
+
+
+# Branches on the values of tensors in code that was not traced
+#
+# A program may serve calls for which the model runs code that the trace never reached: single rows, inputs that are
+# left out, other constants. What such code decides by sizes is seen by running it at other sizes, see `size_branches`.
+# If it branches on the values of tensors, other values are tried, and where these take one branch only, the other one
+# is forced: it has to make no difference. Numbers that it reads from tensors may decide anything. Nor may it write to
+# other arguments than the traced code does.
+
+
+# Says how the program departs from the model for a call, and what the model read, given which branches it takes at some
+# places; empty if it does not depart or the model raises.
+Compared = Callable[[Call, Mapping[Place, bool]], tuple[str, SizeReads | None]]
+
+
+def untraced_write(traced: TracedProgram, call: Call, start: SizeReads, known: Sequence[SizeReads]) -> str:
+    """Returns which arguments code writes to that was not traced, in words; empty if it writes to no others.
+
+    Args:
+        traced: The program.
+        call: A call for which the model runs such code.
+        start: What the model reads for it.
+        known: What it reads in runs of code that was traced.
+    """
+    places = start.writes.difference(*(other.writes for other in known))
+    if not places:
+        return ""
+    observation = replace(traced.observation, calls=(call,))
+    found = written_arguments(observation, traced.model, traced.method).keys() - traced.observation.written.keys()
+    return f"it writes to {', '.join(sorted(found))} ({min(places)})" if found else ""
+
+
+def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compared: Compared) -> str:
+    """Returns why values may decide in code that was not traced, in words; empty if they do not.
+
+    Args:
+        call: A call for which the model runs such code, and the program does what the model does.
+        start: What the model reads for it.
+        known: What it reads in runs of code that was traced.
+        compared: Compares the program with the model.
+    """
+    if not start.values_beyond(known):
+        return ""
+    numbers, taken = set[str](), defaultdict[Place, dict[bool, Call]](dict)
+    for tried in (call, *with_other_values(call)):
+        difference, found = ("", start) if tried is call else compared(tried, {})
+        if difference:
+            return "the result differs for other values"
+        if found is None:
+            continue
+        for place in found.values_beyond(known):
+            if isinstance(place, str):
+                numbers.add(place)
+            else:
+                taken[place] |= dict.fromkeys(found.branches[place], tried)
+    for place, outcomes in taken.items():
+        if len(outcomes) == 1:
+            ((outcome, tried),) = outcomes.items()
+            difference, _ = compared(tried, {place: not outcome})
+            if difference:
+                return f"it branches on the values of a tensor, and only one branch is known ({line_text(place)})"
+    return f"it reads numbers from tensors, which may decide anything ({min(numbers)})" if numbers else ""

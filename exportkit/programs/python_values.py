@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
+from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError
 from exportkit.json_data import InvalidDataError, read
 from exportkit.probing.simplify import value_at

@@ -18,7 +18,7 @@ import torch
 from exportkit._torch_compat.memory import version_of
 from exportkit._torch_compat.tracing import apart_from_modes
 from exportkit.overrides import replaced_attributes
-from exportkit.programs.layer import CopiedLayer, Steps, ValuePlace, described, hook_tables, places_in
+from exportkit.programs.layer import CopiedLayer, Steps, ValuePlace, descriptions, hook_tables, places_in
 from exportkit.running.program import tensor_placeholders, values_reused
 from exportkit.trees import Tree, cloned, flatten
 from exportkit.trees.caches import ATOMS
@@ -101,7 +101,7 @@ class _Latest:
             self._call = None
             with apart_from_modes():
                 before = places_in((args, kwargs), own)
-                called, versions = described(before), _versions(before)
+                called, versions = descriptions(before), _versions(before)
             returned = forward(*args, **kwargs)
             with apart_from_modes():
                 after = places_in((args, kwargs), own)
@@ -123,7 +123,7 @@ class _Latest:
                 return forward(*args, **kwargs)
             with apart_from_modes():
                 places = places_in((args, kwargs), own)
-                if layer.is_called_alike(call.called, described(places)):
+                if layer.is_called_alike(call.called, descriptions(places)):
                     done = call
                     inside = _holders(places)
                     for steps, value in call.written.items():

@@ -19,12 +19,13 @@ from exportkit._torch_compat.pytree import tree_leaves
 from exportkit._torch_compat.symbolic_shapes import hold_equal, traced_expression
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.arguments.table import nested_spec
-from exportkit.calls.call import Call, Signature, shapes_of
+from exportkit.calls.call import Call, shapes_of
 from exportkit.calls.observation import Observation
+from exportkit.calls.signature import Signature
 from exportkit.errors import ExportError
 from exportkit.plan.leaves import is_below
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import cached_length
+from exportkit.plan.solved_sizes import cached_length
 from exportkit.probing.missing import MissingDefaults
 from exportkit.probing.simplify import with_joined_lists
 from exportkit.rewrites.known_values import KnownValues

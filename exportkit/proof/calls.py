@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from exportkit.arguments.build import build_call, largest_tensors
-from exportkit.calls.call import Call, number_as_tensor, number_in
+from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
+from exportkit.calls.signature import number_as_tensor, number_in
 from exportkit.errors import InvalidRequestError, described, short_text
 from exportkit.onnx_files.graph import OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.plan.plan import Plan
-from exportkit.plan.sizes import settled, solve_sizes, unseen_sizes
+from exportkit.plan.sizes import settled, unseen_sizes
 from exportkit.plan.small_sizes import at_pattern, covering, small
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.missing import absent_patterns, call_without
 from exportkit.probing.other_values import scaled, with_wide_values
 from exportkit.probing.simplify import as_simplified
@@ -31,7 +33,7 @@ from exportkit.probing.sized_calls import calls_with_values, run_sized
 from exportkit.programs.call_check import SmallSizes
 from exportkit.programs.patterns import sizes_of_calls
 from exportkit.programs.program import TracedProgram
-from exportkit.programs.turns import Affordable
+from exportkit.programs.size_branches import Affordable
 from exportkit.running.compare import Tensors, outputs_close
 from exportkit.running.eager import run_eager
 from exportkit.trees import Tree, cloned, flatten, join

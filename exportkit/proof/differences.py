@@ -18,8 +18,7 @@ import torch
 from exportkit.calls.call import Call
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.proof.figures import Figures, figures_of
-from exportkit.proof.half import farther_from_float32, most_allowed
-from exportkit.proof.leeway import call_name, hidden_by_padding, measurements
+from exportkit.proof.leeway import call_name, farther_from_float32, hidden_by_padding, measurements, most_allowed
 from exportkit.running.bounds import fixed_bound, rounding_bound
 from exportkit.running.compare import Difference, Tensors, close, compare_outputs
 from exportkit.trees import Tree, fingerprint, text_of

@@ -17,8 +17,8 @@ from exportkit.errors import ArgumentError, ExportkitError, InvalidRequestError,
 from exportkit.onnx_files.graph import MeasuredCall, OnnxGraph
 from exportkit.onnx_files.runner import OnnxRunner
 from exportkit.onnx_files.write import write_graphs
-from exportkit.plan.sizes import solve_sizes
 from exportkit.plan.small_sizes import small
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.simplify import as_simplified
 from exportkit.probing.sized_calls import stepwise_outputs
 from exportkit.programs.exported import ExportedModel, require_own
@@ -28,8 +28,7 @@ from exportkit.programs.stages import stage
 from exportkit.proof.calls import as_made, assembled_calls, small_calls, unseen_calls
 from exportkit.proof.differences import lossy_differences, output_differences, value_differences
 from exportkit.proof.figures import Figures
-from exportkit.proof.half import distance_from_float32
-from exportkit.proof.leeway import call_name
+from exportkit.proof.leeway import call_name, distance_from_float32
 from exportkit.proof.narrow import narrowed, without_pattern
 from exportkit.proof.report import Divergence, Report, Row, Status
 from exportkit.running.compare import Difference, Tensors

@@ -17,6 +17,7 @@ from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.transformers import as_encoder_forward
 from exportkit.overrides import Attribute, Replacing, replaced, replaced_attributes, replaced_functions
 from exportkit.rewrites.attention import masked_segments
+from exportkit.rewrites.symbolic_lists import has_symbolic_length
 
 # Tiles
 #
@@ -62,8 +63,7 @@ def _packers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def _length_of_one(value: Any) -> int:
     """A list along an axis of symbolic length has one element in this trace."""
-    symbolic = isinstance(value, torch.Tensor) and value.ndim > 0 and isinstance(value.shape[0], torch.SymInt)
-    return 1 if symbolic else builtins.len(value)
+    return 1 if has_symbolic_length(value) else builtins.len(value)
 
 
 def _packs_the_same(module: Any, sizes: torch.Tensor) -> bool:

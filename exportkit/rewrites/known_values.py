@@ -67,7 +67,7 @@ class KnownValues(TorchFunctionMode):
             first = 0 if name in _CREATES else 1  # the tensor itself stays one
             args = (*args[:first], *self._with_sizes(args[first:], name))
             kwargs = self._with_sizes(kwargs, name)
-        if name in _OF_PLAIN_NUMBERS and not tensors and not _is_symbolic([*args, *kwargs.values()]):
+        if name in _OF_PLAIN_NUMBERS and not tensors and not _holds_symbolic_or_array([*args, *kwargs.values()]):
             result = func(*args, **kwargs)
             if result.numel() <= _LARGEST:
                 with apart_from_modes():
@@ -141,7 +141,7 @@ class KnownValues(TorchFunctionMode):
         # a symbolic size has no value, and whatever a function raises, it raises in the trace
         with contextlib.suppress(Exception):
             given = [self._known[id(arg)][1] if isinstance(arg, torch.Tensor) else arg for arg in args]
-            if not _is_symbolic(given) and not _is_symbolic(list(kwargs.values())):
+            if not _holds_symbolic_or_array(given) and not _holds_symbolic_or_array(list(kwargs.values())):
                 with apart_from_modes():
                     return func(*self._real(args), **self._real(kwargs))
             if any(isinstance(item, np.ndarray | list | tuple) for item in given):
@@ -267,11 +267,11 @@ def _is_of_integers(value: Any) -> bool:
     return type(value) in (int, torch.SymInt)
 
 
-def _is_symbolic(value: Any) -> bool:
+def _holds_symbolic_or_array(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return any(map(_is_symbolic, value))
+        return any(map(_holds_symbolic_or_array, value))
     if isinstance(value, slice):
-        return _is_symbolic((value.start, value.stop, value.step))
+        return _holds_symbolic_or_array((value.start, value.stop, value.step))
     return isinstance(value, (*SYMBOLIC, np.ndarray))
 
 
@@ -304,7 +304,9 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 
 def _is_of_places(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
-    return not _is_symbolic(parts) and all(isinstance(part, int | slice | type(None) | type(...)) for part in parts)
+    return not _holds_symbolic_or_array(parts) and all(
+        isinstance(part, int | slice | type(None) | type(...)) for part in parts
+    )
 
 
 def _items_in(value: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from exportkit._torch_compat.symbolic_shapes import SYMBOLIC
 from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit.overrides import Attribute, attribute_slots, classes_of, replaced, replaced_attributes, with_imports
 from exportkit.rewrites.loop_positions import Position, beyond
-from exportkit.rewrites.symbolic_lists import Numbers, Parts, Repeated, SymbolicList, range_limits
+from exportkit.rewrites.symbolic_lists import Parts, RangeNumbers, Repeated, SymbolicList, range_limits
 
 _OTHERS = {"torch", "exportkit", *sys.stdlib_module_names}
 Cached = type(functools.cache(len))
@@ -135,7 +135,7 @@ def _float(*args: Any) -> Any:
 def _range(*limits: Any) -> Any:
     start, stop, step = range_limits(*limits)
     if type(step) is builtins.int and step and any(isinstance(limit, torch.SymInt) for limit in (start, stop)):
-        return Numbers.of(start, stop, step)
+        return RangeNumbers.of(start, stop, step)
     return builtins.range(*limits)
 
 

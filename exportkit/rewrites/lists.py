@@ -29,13 +29,13 @@ from exportkit._torch_compat.traced_values import depends_on_values
 from exportkit._torch_compat.tracing import list_device_constructors, traced_tensor_classes
 from exportkit._torch_compat.transformers import can_choose_experts
 from exportkit.overrides import Attribute, Replacing, attribute_slots, original_attribute, replaced, with_imports
-from exportkit.rewrites.flexible_attention import flexible_attention
-from exportkit.rewrites.fourier import INVERSE_TRANSFORMS
+from exportkit.rewrites.attention import flexible_attention
 from exportkit.rewrites.packed_sequences import PACK
 from exportkit.rewrites.quantised import FAKE_QUANTISATION
 from exportkit.rewrites.size_functions import SIZE_FUNCTIONS
+from exportkit.rewrites.sized_functions import INVERSE_TRANSFORMS
 from exportkit.rewrites.sized_operators import KERNELS, REPLACED
-from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, Sizes, SymbolicList, as_read
+from exportkit.rewrites.symbolic_lists import SYMBOLIC_LENGTH, SizeList, SymbolicList, as_read, has_symbolic_length
 
 aten = torch.ops.aten
 _ALIGNED = "_nested_tensor_from_mask_left_aligned"  # asked by an encoder that may leave padding out
@@ -69,7 +69,7 @@ class ListingNoted(TorchFunctionMode):
         self.asks_for_padding |= name == _ALIGNED
         if not args or not isinstance(args[0], torch.Tensor):
             return result
-        if name == "nonzero" and isinstance(result, torch.Tensor) and is_mask(args[0]):
+        if name == "nonzero" and isinstance(result, torch.Tensor) and has_one_known_axis(args[0]):
             self._places.append(result)
         elif name == "unbind" and any(args[0] is places for places in self._places):
             self.of_places = True
@@ -98,10 +98,6 @@ def lists_of_one(_model: torch.nn.Module) -> Replacing:
     )
 
 
-def _is_symbolic(tensor: torch.Tensor) -> bool:
-    return tensor.ndim > 0 and isinstance(tensor.shape[0], torch.SymInt)
-
-
 _original: dict[str, Callable[..., Any]] = {
     "__iter__": torch.Tensor.__iter__, "__len__": torch.Tensor.__len__, "split": torch.Tensor.split,
     "torch.split": torch.split, "torch.as_tensor": torch.as_tensor,
@@ -109,11 +105,11 @@ _original: dict[str, Callable[..., Any]] = {
 
 
 def _iter(self: torch.Tensor) -> Any:
-    return iter([self.flatten(0, 1)]) if self.ndim > 1 and _is_symbolic(self) else _original["__iter__"](self)
+    return iter([self.flatten(0, 1)]) if self.ndim > 1 and has_symbolic_length(self) else _original["__iter__"](self)
 
 
 def _len(self: torch.Tensor) -> Any:
-    if _is_symbolic(self):  # list() then does without the length; other callers fail instead of fixing it
+    if has_symbolic_length(self):  # list() then does without the length; other callers fail instead of fixing it
         raise TypeError(SYMBOLIC_LENGTH)
     return _original["__len__"](self)
 
@@ -134,14 +130,14 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor
 
 def _are_unknown(sizes: Any) -> bool:
     """Whether these are sizes of a list that is one tensor here; the rewrite of tiles makes a list with None."""
-    return isinstance(sizes, Sizes) or (isinstance(sizes, list) and None in sizes)
+    return isinstance(sizes, SizeList) or (isinstance(sizes, list) and None in sizes)
 
 
 def _tolist_of(cls: Any) -> Callable[[torch.Tensor], Any]:
     original = cls.tolist
 
     def tolist(self: torch.Tensor) -> Any:
-        return Sizes(as_read(self)) if self.ndim == 1 and _is_symbolic(self) else original(self)
+        return SizeList(as_read(self)) if self.ndim == 1 and has_symbolic_length(self) else original(self)
 
     return tolist
 
@@ -249,7 +245,7 @@ def _counted(nonzero: Callable[..., Any]) -> Callable[..., Any]:
 
     def counted(mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = nonzero(mask, *args, **kwargs)
-        if isinstance(found, torch.Tensor) and is_mask(mask):
+        if isinstance(found, torch.Tensor) and has_one_known_axis(mask):
             setattr(found, _COUNT, mask.shape[0])
         return found
 
@@ -262,7 +258,7 @@ def _numel(self: torch.Tensor) -> Any:
     return torch.sym_max(count, 1) if self.ndim == 1 and depends_on_values(count) else count
 
 
-def is_mask(tensor: torch.Tensor) -> bool:
+def has_one_known_axis(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor has one axis, of known length."""
     return tensor.ndim == 1 and isinstance(tensor.shape[0], int)
 

@@ -1,12 +1,18 @@
-"""Comprehensions, such as ``[f(y) for y in x]``, as loops that append to a list, and ``functools.reduce`` as a loop."""
+"""Comprehensions, such as ``[f(y) for y in x]``, as loops that append to a list, and ``functools.reduce`` as a loop.
+
+``x.unbind(1)``, ``x.split(lengths.tolist())`` and the like become lists that may have a symbolic length.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from exportkit.rewrites.loop_syntax import appending, assigned, variable
+from exportkit.rewrites.loop_syntax import ITERATIONS, appending, assigned, call, helper, parameters_in, variable
+
+_LISTING = {"unbind", "chunk", "split", "tolist"}
 
 
 def with_loops_for_comprehensions(definition: ast.FunctionDef) -> Any:
@@ -120,3 +126,74 @@ def _has_scopes(node: ast.AST) -> bool:
     """Whether something in an expression has names of its own, or sets a name."""
     kinds = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await, ast.Yield)
     return any(isinstance(each, kinds) for each in ast.walk(node))
+
+
+class SymbolicLists(ast.NodeTransformer):
+    """Makes ``x.unbind(1)`` or ``x.tolist()`` a list that may have a symbolic length, wherever it stands.
+
+    Args:
+        definition: The function.
+
+    Attributes:
+        found: How many calls and assignments were changed.
+    """
+
+    def __init__(self, definition: ast.FunctionDef) -> None:
+        self.found = 0
+        self._numbers = _names_of_numbers(definition)
+
+    def visit_For(self, node: ast.For) -> Any:
+        """Makes what a loop runs over numbers that it computes with."""
+        self.generic_visit(node)
+        for each in ast.walk(node.iter):
+            match each:
+                case ast.Call(ast.Name(function), args) if function in ITERATIONS:
+                    each.args = [self._of_numbers(arg) for arg in args]
+        node.iter = self._of_numbers(node.iter)
+        return node
+
+    def _of_numbers(self, node: ast.expr) -> ast.expr:
+        """A list of numbers that were read from a tensor, so that a loop over it computes with numbers."""
+        is_name = isinstance(node, ast.Name) and node.id in self._numbers
+        return ast.copy_location(call("tolist", node), node) if is_name else node
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        """Makes a call of such a method a call of a helper."""
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _LISTING:
+            return node
+        self.found += 1
+        return ast.copy_location(ast.Call(helper(node.func.attr), [node.func.value, *node.args], node.keywords), node)
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        """Makes ``first, *rest = items`` an assignment of a part, which may have a symbolic length."""
+        self.generic_visit(node)
+        targets = getattr(node.targets[0], "elts", [])
+        for place, target in enumerate(targets):
+            if isinstance(target, ast.Starred) and len(node.targets) == 1:
+                targets[place] = target.value
+                counts = [ast.Constant(place), ast.Constant(len(targets) - place - 1)]
+                node.value = ast.copy_location(call("starred", node.value, *counts), node.value)
+                self.found += 1
+        return node
+
+
+def _names_of_numbers(definition: ast.FunctionDef) -> set[str]:
+    """The names that stand for nothing but ``x.tolist()``."""
+    found, stored = Counter[str](), Counter[str]()
+    for node in ast.walk(definition):
+        match node:
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+                found.update(map(_name_of_numbers, targets, values))
+            case ast.Assign([target], value):
+                found.update([_name_of_numbers(target, value)])
+            case ast.Name(name, ast.Store()):
+                stored[name] += 1
+    return {name for name in found if found[name] == stored[name]} - parameters_in(definition.args)
+
+
+def _name_of_numbers(target: ast.expr, value: ast.expr) -> str:
+    match target, value:
+        case ast.Name(name), ast.Call(ast.Attribute(_, "tolist"), [], []):
+            return name
+    return ""

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from exportkit.rewrites.loop_choices import NOTHING
 from exportkit.rewrites.loop_names import uses_in
 from exportkit.rewrites.loop_syntax import added_element, appending, assigned, variable
+from exportkit.rewrites.loop_values import NOTHING
 from exportkit.rewrites.symbolic_lists import SymbolicList
 
 _MOST = 8  # how far back an iteration may read

@@ -10,8 +10,7 @@ from typing import Any
 from exportkit.rewrites.loop_bodies import belongs
 from exportkit.rewrites.loop_choices import with_appends_in_any_case, with_opposite_conditions
 from exportkit.rewrites.loop_elements import ReadElement, read_elements
-from exportkit.rewrites.loop_ends import Element, early_end, with_break
-from exportkit.rewrites.loop_growth import Bunched, Grown, bunched_lists, grown_tensors
+from exportkit.rewrites.loop_growth import Bunched, Element, Grown, bunched_lists, early_end, grown_tensors, with_break
 from exportkit.rewrites.loop_names import names_of
 from exportkit.rewrites.loop_syntax import (
     added_element,

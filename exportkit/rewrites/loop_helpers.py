@@ -12,29 +12,14 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_map
 from exportkit._torch_compat.symbolic_shapes import has_static_value
-from exportkit.rewrites.loop_choices import (
-    boolean,
-    both,
-    checked,
-    chosen,
-    either,
-    is_one_of,
-    kept,
-    one_of_two,
-    only_if,
-    opposite,
-    truth,
-    written,
-)
 from exportkit.rewrites.loop_elements import element
-from exportkit.rewrites.loop_growth import bunch, extended, joined
 from exportkit.rewrites.loop_indices import item, rows, with_item
 from exportkit.rewrites.loop_lists import (
     Chunks,
     Iteration,
+    Iterations,
     Stacked,
     StackedLists,
-    Steps,
     product_of,
     segments,
     starred,
@@ -44,14 +29,31 @@ from exportkit.rewrites.loop_lists import (
 from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.loop_positions import Position, exact, is_int, part_between, plain, small_exponent
 from exportkit.rewrites.loop_runs import run
-from exportkit.rewrites.symbolic_lists import Parts, Sizes, SymbolicList, as_read, range_limits
+from exportkit.rewrites.loop_values import (
+    boolean,
+    both,
+    bunch,
+    checked,
+    chosen,
+    either,
+    extended,
+    is_one_of,
+    joined,
+    kept,
+    one_of_two,
+    only_if,
+    opposite,
+    truth,
+    written,
+)
+from exportkit.rewrites.symbolic_lists import Parts, SizeList, SymbolicList, as_read, range_limits
 from exportkit.trees.tree import is_integer
 
 # Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
 
 
-def _is_symbolic(value: Any) -> bool:
+def _is_symbolic_size(value: Any) -> bool:
     if torch.compiler.is_dynamo_compiling():  # of an inner loop; there, symbolic sizes are of type int
         return isinstance(value, int) and not has_static_value(value)
     return isinstance(value, torch.SymInt)
@@ -73,13 +75,15 @@ class Helpers:
             return Helpers._of_range(start, stop, step)
         if isinstance(iterated, StackedLists):
             elements = iterated.elements
-            return Steps(elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements))
+            return Iterations(
+                elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements)
+            )
         if isinstance(iterated, Parts):
             return steps_of_parts(iterated)
-        if isinstance(iterated, SymbolicList) and not isinstance(iterated, Sizes):  # numbers, see `tolist`
+        if isinstance(iterated, SymbolicList) and not isinstance(iterated, SizeList):  # numbers, see `tolist`
             iterated = iterated.whole()
-        if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic(iterated.shape[0]):
-            return Steps(iterated, lambda element, _: element, lambda: iterated[0])
+        if isinstance(iterated, torch.Tensor) and iterated.ndim and _is_symbolic_size(iterated.shape[0]):
+            return Iterations(iterated, lambda element, _: element, lambda: iterated[0])
         return iterated
 
     nested, starred, until = staticmethod(itertools.product), staticmethod(starred), staticmethod(until)
@@ -87,35 +91,35 @@ class Helpers:
     @staticmethod
     def are_symbolic(*iterated: Any) -> bool:
         """Returns whether a loop, or each of several nested ones, has a symbolic length."""
-        return all(isinstance(each, Steps) for each in iterated)
+        return all(isinstance(each, Iterations) for each in iterated)
 
     @staticmethod
     def range(*limits: Any) -> Any:
         """Returns the iterations of ``range``."""
         start, stop, step = range_limits(*limits)
-        if not any(map(_is_symbolic, limits)):
+        if not any(map(_is_symbolic_size, limits)):
             return range(*limits)
-        if not all(map(is_int, limits)) or (_is_symbolic(step) and not start + step < stop):
+        if not all(map(is_int, limits)) or (_is_symbolic_size(step) and not start + step < stop):
             return _one_by_one(start, stop, step)
-        if _is_symbolic(step):
+        if _is_symbolic_size(step):
             raise TypeError("the step of a loop is symbolic")
         return Helpers._of_range(start, stop, step)
 
     @staticmethod
-    def _of_range(start: Any, stop: Any, step: int) -> Steps:
+    def _of_range(start: Any, stop: Any, step: int) -> Iterations:
         least, most = (start, stop - 1) if step > 0 else (stop + 1, start)
 
         def given(element: torch.Tensor, iteration: Iteration) -> Position:
             first = least + step if iteration.is_later and step > 0 else least
             return Position(element, first, most, is_idle=iteration.is_idle)
 
-        return Steps(torch.arange(start, stop, step), given, lambda: start)
+        return Iterations(torch.arange(start, stop, step), given, lambda: start)
 
     @staticmethod
     def enumerate(iterated: Any, start: int = 0) -> Any:
         """Returns the iterations of ``enumerate``."""
         steps = Helpers.steps(iterated)
-        if not isinstance(steps, Steps):
+        if not isinstance(steps, Iterations):
             return enumerate(steps, start)
         return Helpers.zip(Helpers.range(start, steps.count + start), steps)
 
@@ -123,9 +127,9 @@ class Helpers:
     def zip(*iterated: Any, **options: Any) -> Any:
         """Returns the iterations of ``zip``."""
         all_steps = [Helpers.steps(each) for each in iterated]
-        if not any(isinstance(steps, Steps) for steps in all_steps):
+        if not any(isinstance(steps, Iterations) for steps in all_steps):
             return zip(*all_steps, **options)  # noqa: B905 (the options of the caller)
-        if not all(isinstance(steps, Steps) for steps in all_steps):
+        if not all(isinstance(steps, Iterations) for steps in all_steps):
             raise TypeError("zip() mixes iterables of symbolic and fixed length")
         if not all(steps.count == all_steps[0].count for steps in all_steps):
             if options.get("strict"):
@@ -133,7 +137,7 @@ class Helpers:
             count = functools.reduce(torch.sym_min, [steps.count for steps in all_steps])
             all_steps = [steps.until(count) for steps in all_steps]
         givens, firsts = [steps.given for steps in all_steps], [steps.first for steps in all_steps]
-        return Steps(
+        return Iterations(
             tuple(steps.elements for steps in all_steps),
             lambda elements, iteration: tuple(
                 [given(each, iteration) for given, each in zip(givens, elements, strict=True)]
@@ -145,9 +149,9 @@ class Helpers:
     def product(function: Callable[..., Any], *iterated: Any, **options: Any) -> Any:
         """Returns the iterations of ``itertools.product``, if this is the function."""
         all_steps = [Helpers.steps(each) for each in iterated] * options.get("repeat", 1)
-        if not any(isinstance(steps, Steps) for steps in all_steps):
+        if not any(isinstance(steps, Iterations) for steps in all_steps):
             return function(*iterated, **options)
-        if function is not itertools.product or not all(isinstance(steps, Steps) for steps in all_steps):
+        if function is not itertools.product or not all(isinstance(steps, Iterations) for steps in all_steps):
             raise TypeError("itertools.product() mixes iterables of symbolic and fixed length")
         return product_of(all_steps)
 
@@ -170,14 +174,14 @@ class Helpers:
     def reversed(iterated: Any) -> Any:
         """Returns the iterations of ``reversed``."""
         steps = Helpers.steps(iterated)
-        if not isinstance(steps, Steps):
+        if not isinstance(steps, Iterations):
             return reversed(steps)
         flipped = tree_map(lambda tensor: tensor.flip(0), steps.elements)
 
         def given(element: Any, iteration: Iteration) -> Any:
             return steps.given(element, Iteration(is_idle=iteration.is_idle))
 
-        return Steps(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Iteration()))
+        return Iterations(flipped, given, lambda: steps.given(tree_map(lambda tensor: tensor[0], flipped), Iteration()))
 
     @staticmethod
     def unbind(owner: Any, *args: Any, **options: Any) -> Any:
@@ -189,7 +193,7 @@ class Helpers:
     def chunk(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the chunks of a tensor, which may be its slices."""
         tensor, count, dim = _arguments_of(owner, args, options, chunks=1, dim=0)
-        is_each = isinstance(tensor, torch.Tensor) and _is_symbolic(count) and tensor.shape[dim] == count
+        is_each = isinstance(tensor, torch.Tensor) and _is_symbolic_size(count) and tensor.shape[dim] == count
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_each else None
         return found or owner.chunk(*args, **options)
 
@@ -197,9 +201,9 @@ class Helpers:
     def split(owner: Any, *args: Any, **options: Any) -> Any:
         """Returns the parts of a tensor, or of a string."""
         tensor, size, dim = _arguments_of(owner, args, options, split_size=None, dim=0)
-        if isinstance(tensor, torch.Tensor) and isinstance(size, Sizes):
+        if isinstance(tensor, torch.Tensor) and isinstance(size, SizeList):
             return segments(tensor, size.whole(), dim % tensor.ndim)
-        is_number = type(size) is int and isinstance(tensor, torch.Tensor) and _is_symbolic(tensor.shape[dim])
+        is_number = type(size) is int and isinstance(tensor, torch.Tensor) and _is_symbolic_size(tensor.shape[dim])
         if is_number and size > 1:
             return Chunks(tensor, size, dim % tensor.ndim)
         found = Helpers._slices(tensor, dim, keeps_axis=True) if is_number and size == 1 else None
@@ -207,7 +211,7 @@ class Helpers:
 
     @staticmethod
     def _slices(tensor: Any, dim: Any, keeps_axis: bool) -> Stacked | None:
-        if not isinstance(tensor, torch.Tensor) or not _is_symbolic(tensor.shape[dim]):
+        if not isinstance(tensor, torch.Tensor) or not _is_symbolic_size(tensor.shape[dim]):
             return None
         slices = tensor.movedim(dim, 0)
         return Stacked([slices.unsqueeze(dim % tensor.ndim + 1) if keeps_axis else slices])
@@ -220,13 +224,13 @@ class Helpers:
             value: The tensor, or the list.
             is_iterated: Whether a loop runs over it, which computes with numbers as Python does.
         """
-        if isinstance(value, Sizes):
+        if isinstance(value, SizeList):
             return value.whole() if is_iterated else value
-        if not (isinstance(value, torch.Tensor) and value.ndim and _is_symbolic(value.shape[0])):
+        if not (isinstance(value, torch.Tensor) and value.ndim and _is_symbolic_size(value.shape[0])):
             return value.tolist() if hasattr(value, "tolist") else value
         if is_iterated:
             return as_read(value)
-        return Sizes(as_read(value)) if value.ndim == 1 and is_integer(value) else value.tolist()
+        return SizeList(as_read(value)) if value.ndim == 1 and is_integer(value) else value.tolist()
 
     @staticmethod
     def number(value: Any) -> Any:

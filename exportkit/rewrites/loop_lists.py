@@ -31,7 +31,7 @@ def count_of(elements: Any) -> Any:
     return tree_flatten(elements)[0][0].shape[0]
 
 
-class Steps:
+class Iterations:
     """The iterations of a loop of symbolic length.
 
     Args:
@@ -48,9 +48,9 @@ class Steps:
         """How many iterations there are."""
         return count_of(self.elements)
 
-    def until(self, count: Any) -> Steps:
+    def until(self, count: Any) -> Iterations:
         """Returns the first iterations."""
-        return Steps(tree_map(lambda tensor: tensor[:count], self.elements), self.given, self.first)
+        return Iterations(tree_map(lambda tensor: tensor[:count], self.elements), self.given, self.first)
 
 
 class Stacked(TensorList):
@@ -121,7 +121,7 @@ class StackedLists(TensorList):
         return StackedLists(found) if isinstance(index, slice) else found
 
 
-def steps_of_parts(parts: Parts) -> Steps:
+def steps_of_parts(parts: Parts) -> Iterations:
     """Returns the iterations over a list of tensors that are as long as values say."""
 
     def given(element: Any, iteration: Iteration) -> SliceOfUnknownLength:
@@ -131,7 +131,7 @@ def steps_of_parts(parts: Parts) -> Steps:
         return SliceOfUnknownLength(padded, is_there, parts.axis)
 
     elements = parts.padded, parts.lengths
-    return Steps(elements, given, lambda: given(tree_map(lambda tensor: tensor[0], elements), Iteration()))
+    return Iterations(elements, given, lambda: given(tree_map(lambda tensor: tensor[0], elements), Iteration()))
 
 
 class Chunks(Parts):
@@ -230,7 +230,7 @@ def starred(items: Any, before: int, after: int) -> tuple[Any, ...]:
     return (*[items[place] for place in range(before)], items[before : -after or None], *last)
 
 
-def until(items: Any, iterations: torch.Tensor, steps: Steps) -> Any:
+def until(items: Any, iterations: torch.Tensor, steps: Iterations) -> Any:
     """Returns a list without the elements that were added after a loop had ended early.
 
     Args:
@@ -246,7 +246,7 @@ def until(items: Any, iterations: torch.Tensor, steps: Steps) -> Any:
     return items[: before + count]
 
 
-def product_of(all_steps: Sequence[Steps]) -> Steps:
+def product_of(all_steps: Sequence[Iterations]) -> Iterations:
     """Returns the iterations of ``itertools.product`` over several loops."""
 
     def elements(place: int) -> Any:
@@ -262,6 +262,6 @@ def product_of(all_steps: Sequence[Steps]) -> Steps:
         pairs = zip(all_steps, iteration_elements, strict=True)  # later iterations may have a first element again
         return tuple([steps.given(each, Iteration(is_idle=iteration.is_idle)) for steps, each in pairs])
 
-    return Steps(
+    return Iterations(
         tuple(map(elements, range(len(all_steps)))), given, lambda: tuple([each.first() for each in all_steps])
     )

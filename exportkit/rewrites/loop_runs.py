@@ -20,10 +20,10 @@ from exportkit._torch_compat.symbolic_shapes import (
     traced_expression,
 )
 from exportkit.rewrites.lengths import own_types
-from exportkit.rewrites.loop_choices import CAUGHT, checked
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
-from exportkit.rewrites.loop_lists import Iteration, Stacked, Steps, count_of, lists_of
+from exportkit.rewrites.loop_lists import Iteration, Iterations, Stacked, count_of, lists_of
 from exportkit.rewrites.loop_names import names_of_code
+from exportkit.rewrites.loop_values import CAUGHT, checked
 from exportkit.rewrites.model_code import may_be_caught
 from exportkit.rewrites.symbolic_lists import Parts, Repeated, SymbolicList
 
@@ -31,7 +31,7 @@ DIFFERENT_LENGTHS = "the elements that iterations add to a list have different l
 
 
 def run(
-    steps: Steps,
+    steps: Iterations,
     body: types.FunctionType,
     carried: tuple[Any, ...],
     lists: tuple[Any, ...],
@@ -64,19 +64,19 @@ def run(
     is_first_apart |= not all(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(values)[0])
     if is_first_apart:
         values, begun = _first_iteration(steps, body, values, caught)
-    iterations = _Iterations(steps, body, values, begun, caught)
+    loop_body = _LoopBody(steps, body, values, begun, caught)
     try:
-        last, outputs = _operator(steps, iterations, is_first_apart)
+        last, outputs = _operator(steps, loop_body, is_first_apart)
     except Exception as error:
         if DIFFERENT_LENGTHS not in str(error) or is_first_apart:
             raise
-        last, outputs = _in_two_passes(steps, iterations)
+        last, outputs = _in_two_passes(steps, loop_body)
     pairs = zip(carried, last, changed, strict=True)
     return tuple([_closed(*each) for each in pairs]), tuple(lists_of(lists, outputs, in_front))
 
 
 def _first_iteration(
-    steps: Steps, body: types.FunctionType, values: list[Any], caught: str | None
+    steps: Iterations, body: types.FunctionType, values: list[Any], caught: str | None
 ) -> tuple[list[Any], Any]:
     """The values after the first iteration, and the elements that it adds to lists."""
     if not steps.count > 0:
@@ -85,14 +85,14 @@ def _first_iteration(
     return [torch.as_tensor(value) if isinstance(value, int) else value for value in first], tree_map(_own, added)
 
 
-def _in_two_passes(steps: Steps, iterations: _Iterations) -> tuple[Any, Any]:
+def _in_two_passes(steps: Iterations, loop_body: _LoopBody) -> tuple[Any, Any]:
     """The values after a loop that adds tensors of different lengths to lists: how long they are is found first."""
-    iterations.elements = _Lengths(iterations.around)
-    _, lengths = _operator(steps, iterations, False)
+    loop_body.elements = _Lengths(loop_body.around)
+    _, lengths = _operator(steps, loop_body, False)
     axes = [found.shape[1] - 1 if found.ndim == 2 else None for found in lengths]
     places = [None if axis is None else _places(found) for axis, found in zip(axes, lengths, strict=True)]
-    iterations.elements = _Padded(axes, places)
-    last, outputs = _operator(steps, iterations, False)
+    loop_body.elements = _Padded(axes, places)
+    last, outputs = _operator(steps, loop_body, False)
     pairs = zip(outputs, lengths, axes, strict=True)
     return last, tuple([each if axis is None else Parts(each, found[:, 0], axis) for each, found, axis in pairs])
 
@@ -181,7 +181,7 @@ class _Padded:
         return _own(filled.index_select(axis, places.clamp(max=element.shape[axis])))
 
 
-class _Iterations:
+class _LoopBody:
     """The body of a loop as the operator runs it: from tensors to tensors.
 
     Args:
@@ -193,7 +193,7 @@ class _Iterations:
     """
 
     def __init__(
-        self, steps: Steps, body: types.FunctionType, values: list[Any], begun: Any, caught: str | None
+        self, steps: Iterations, body: types.FunctionType, values: list[Any], begun: Any, caught: str | None
     ) -> None:
         self._given, self._body, self._begun, self._caught = steps.given, body, begun, caught
         is_inner = torch.compiler.is_dynamo_compiling()
@@ -239,7 +239,7 @@ class _Iterations:
         return tuple([_own(tensor) for tensor in found]), added
 
 
-def _operator(steps: Steps, iterations: _Iterations, is_first_apart: bool) -> tuple[Any, Any]:
+def _operator(steps: Iterations, loop_body: _LoopBody, is_first_apart: bool) -> tuple[Any, Any]:
     """The values after the loop, and what its iterations add to lists."""
     elements = steps.elements
     # onnxruntime runs no loop without iterations: one that changes nothing is put before them, or is the first one
@@ -249,14 +249,12 @@ def _operator(steps: Steps, iterations: _Iterations, is_first_apart: bool) -> tu
     elements = tree_map(_own, elements)
     with own_types():
         if not has_idle:
-            state, outputs = scan(
-                lambda state, element: iterations.run(state, element, None), iterations.state, elements
-            )
-            return iterations.values(state), outputs
+            state, outputs = scan(lambda state, element: loop_body.run(state, element, None), loop_body.state, elements)
+            return loop_body.values(state), outputs
         is_idle = torch.arange(count_of(elements)) == 0
-        state, outputs = scan(lambda state, given: iterations.run(state, *given), iterations.state, (elements, is_idle))
+        state, outputs = scan(lambda state, given: loop_body.run(state, *given), loop_body.state, (elements, is_idle))
         outputs = outputs if is_first_apart else tree_map(lambda output: output[1:], outputs)
-        return iterations.values(state), outputs
+        return loop_body.values(state), outputs
 
 
 def _opened(value: Any) -> Any:

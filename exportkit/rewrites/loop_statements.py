@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_choices import NOTHING, choosing, is_choice, later, older_names, with_tensors
+from exportkit.rewrites.loop_choices import choosing, is_choice, later, older_names, with_tensors
 from exportkit.rewrites.loop_names import names_of, uses_in
 from exportkit.rewrites.loop_syntax import (
     IS_IDLE,
@@ -22,6 +22,7 @@ from exportkit.rewrites.loop_syntax import (
     variable,
     walk,
 )
+from exportkit.rewrites.loop_values import NOTHING
 from exportkit.rewrites.model_code import only_raises
 
 _RESULT = "_exportkit_result"  # the name of what a function returns

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 IS_IDLE = "_exportkit_is_idle"  # whether an iteration changes nothing; None if all of them count
+ITERATIONS = {"range", "enumerate", "zip", "reversed"}
 HELPERS = "_exportkit_loops"  # the name under which the source finds `loop_helpers.Helpers`
 
 

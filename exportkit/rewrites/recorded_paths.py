@@ -41,7 +41,7 @@ class _Decision(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _PathRun:
     """A run of the model in a trace: what it decided, and what it returned."""
 
     decisions: list[_Decision]
@@ -99,7 +99,7 @@ def _runs(
     kwargs: Any,
     paths: Sequence[ExecutionPath],
     undecided: MutableSet[Place],
-) -> list[_Run]:
+) -> list[_PathRun]:
     """A run for each combination of outcomes that places had, or, if there are too many, for fewer combinations."""
     given, counted = flatten((args, kwargs)), stored_length((args, kwargs))
     outcomes = defaultdict[Place, set[bool]](set)
@@ -109,17 +109,17 @@ def _runs(
     is_only = all(len(found) == 1 for found in outcomes.values())
     unchanged = contextlib.nullcontext if is_only else _modules_unchanged
 
-    def explored(outcomes_of: OutcomesOf) -> list[_Run]:
-        runs, pending = list[_Run](), list[list[bool]]([[]])
+    def explored(outcomes_of: OutcomesOf) -> list[_PathRun]:
+        runs, pending = list[_PathRun](), list[list[bool]]([[]])
         while pending:
             values, named = (given if is_only else given.map(cloned)).build()
             if not (isinstance(counted, int) and counted == 0):
                 set_stored_length((values, named), counted)
-            going = _Going(paths, pending.pop(), undecided, outcomes_of)
-            with contextlib.suppress(_NotRecorded), going.applied(), unchanged(model):
-                run = _Run(going.decisions, flatten(call(*values, **named)))
-                runs += [] if going.is_lost else [run]
-            pending += going.others
+            forced = _ForcedPath(paths, pending.pop(), undecided, outcomes_of)
+            with contextlib.suppress(_NotRecorded), forced.applied(), unchanged(model):
+                run = _PathRun(forced.decisions, flatten(call(*values, **named)))
+                runs += [] if forced.is_lost else [run]
+            pending += forced.others
             if len(runs) + len(pending) > MOST_PATHS:
                 return []
         return runs
@@ -153,7 +153,7 @@ def _of_paths(_: Sequence[ExecutionPath], agreeing: Sequence[ExecutionPath], pla
     return _of_position(agreeing, agreeing, place, position)
 
 
-class _Going:
+class _ForcedPath:
     """Lets places decide as some recorded call did, where a trace cannot know, and notes their conditions.
 
     Args:
@@ -264,7 +264,7 @@ def _version(buffer: torch.Tensor | None) -> int | None:
     return None if buffer is None else version_of(buffer)
 
 
-def _chosen(runs: Sequence[_Run]) -> Any:
+def _chosen(runs: Sequence[_PathRun]) -> Any:
     """What the model returns on the path that its decisions lead to."""
     first, *others = runs
     for run in others:
@@ -282,7 +282,7 @@ def _chosen(runs: Sequence[_Run]) -> Any:
 
 
 def _select(
-    runs: Sequence[tuple[_Run, Mapping[str, torch.Tensor]]], depth: int, on_path: Sequence[torch.Tensor]
+    runs: Sequence[tuple[_PathRun, Mapping[str, torch.Tensor]]], depth: int, on_path: Sequence[torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """The results of the runs that agree in their first decisions, chosen by the others.
 
@@ -318,7 +318,7 @@ def _is(condition: torch.Tensor, outcome: bool) -> torch.Tensor:
     return condition if outcome else ~condition
 
 
-def _require_same_kind(one: _Run, other: _Run) -> None:
+def _require_same_kind(one: _PathRun, other: _PathRun) -> None:
     """Raises ExportError if a graph cannot choose between two results."""
     kinds = [{path: _kind(leaf) for path, leaf in run.outputs.by_path().items()} for run in (one, other)]
     different = [path for path in {**kinds[0], **kinds[1]} if kinds[0].get(path) != kinds[1].get(path)]

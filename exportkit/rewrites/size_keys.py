@@ -124,8 +124,8 @@ class SizeKeys:
     def forget(self) -> None:
         """Removes the sizes from where the trace put them."""
         for container in self._containers.values():
-            if isinstance(container, MutableMapping | MutableSet) and any(map(_is_symbolic, container)):
-                kept: Any = [key for key in container if not _is_symbolic(key)]
+            if isinstance(container, MutableMapping | MutableSet) and any(map(_has_symbolic_part, container)):
+                kept: Any = [key for key in container if not _has_symbolic_part(key)]
                 if isinstance(container, MutableMapping):
                     kept = {key: container[key] for key in kept}
                 container.clear()
@@ -172,7 +172,7 @@ def _containers(frame: FrameType) -> list[_Container]:
         _reachable(frame, Mapping | Set),
         (keys for line, keys in _written_keys(code.co_filename) if code.co_firstlineno <= line <= last),
     )
-    return [each for each in found if not each or any(_numbers_in(key) or _is_symbolic(key) for key in each)]
+    return [each for each in found if not each or any(_numbers_in(key) or _has_symbolic_part(key) for key in each)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -226,5 +226,5 @@ def _numbers_in(key: Any) -> list[int]:
     return [int(key)] if isinstance(key, int) and not isinstance(key, bool) else []
 
 
-def _is_symbolic(key: Any) -> bool:
-    return any(map(_is_symbolic, key)) if isinstance(key, tuple) else isinstance(key, torch.SymInt)
+def _has_symbolic_part(key: Any) -> bool:
+    return any(map(_has_symbolic_part, key)) if isinstance(key, tuple) else isinstance(key, torch.SymInt)

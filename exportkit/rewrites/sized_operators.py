@@ -17,13 +17,10 @@ import torch
 from exportkit._torch_compat.graph import DISTANCES
 from exportkit._torch_compat.size_arithmetic import remainder, subtracted_from, without_remainder
 from exportkit._torch_compat.traced_values import depends_on_values
-from exportkit.rewrites.interpolation import interpolate
 from exportkit.rewrites.lengths import holds_sizes
 from exportkit.rewrites.packed_sequences import recurrence
-from exportkit.rewrites.pooling import POOLS
-from exportkit.rewrites.ramps import RAMPS
-from exportkit.rewrites.statistics import STATISTICS
-from exportkit.rewrites.symbolic_lists import Sizes, any_symbolic
+from exportkit.rewrites.sized_functions import POOLS, RAMPS, STATISTICS, interpolate
+from exportkit.rewrites.symbolic_lists import SizeList, any_symbolic
 from exportkit.trees.tree import is_integer
 
 aten = torch.ops.aten
@@ -41,7 +38,7 @@ _original: dict[str, Callable[..., Any]] = {
 
 
 def _as_tensor(data: Any, **options: Any) -> Any:
-    if isinstance(data, Sizes):
+    if isinstance(data, SizeList):
         return data.whole().to(**options)
     return torch.tensor(data, **options) if holds_sizes(data) else _original["as_tensor"](data, **options)
 
@@ -218,7 +215,7 @@ def _numpy(self: torch.Tensor, **options: Any) -> Any:
     except RuntimeError:
         if not is_integer(self) or self.ndim > 1:
             raise
-        return Sizes(self) if any_symbolic(*self.shape) else np.array(self.tolist(), dtype=object)
+        return SizeList(self) if any_symbolic(*self.shape) else np.array(self.tolist(), dtype=object)
 
 
 def _make_unflatten(self: torch.nn.Unflatten, dim: int, unflattened_size: Any) -> None:

@@ -18,6 +18,11 @@ def any_symbolic(*sizes: Any) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
+def has_symbolic_length(value: Any) -> bool:
+    """Returns whether a value is a tensor whose first axis has no number in a trace."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and isinstance(value.shape[0], torch.SymInt)
+
+
 class SymbolicList:
     """A list of symbolic length, whose elements are those of a tensor along its first axis."""
 
@@ -59,7 +64,7 @@ class TensorList(SymbolicList):
 
 
 @dataclass(frozen=True)
-class Sizes(SymbolicList):
+class SizeList(SymbolicList):
     """The numbers of a tensor of symbolic length, as ``tolist`` returns them: for a split, or for a tensor again."""
 
     tensor: torch.Tensor
@@ -141,7 +146,7 @@ class Parts(TensorList):
         return found if batch_first else found.transpose(0, 1)
 
 
-class Numbers(SymbolicList):
+class RangeNumbers(SymbolicList):
     """What a range holds, or a part of it: numbers at the same distance from each other, after a few first ones.
 
     Args:
@@ -155,7 +160,7 @@ class Numbers(SymbolicList):
         self._start, self._step, self._steps, self._first = start, step, steps, first
 
     @classmethod
-    def of(cls, start: Any, stop: Any, step: int) -> Numbers:
+    def of(cls, start: Any, stop: Any, step: int) -> RangeNumbers:
         """Returns the numbers of a range."""
         return cls(start, step, _turns(stop - start, step))
 
@@ -185,18 +190,18 @@ class Numbers(SymbolicList):
             raise IndexError("list index out of range")
         return self._start + self._step * place
 
-    def _part(self, index: slice) -> Numbers:
+    def _part(self, index: slice) -> RangeNumbers:
         if index == slice(None, None, -1) and not self._first:
-            return Numbers(self[-1], -self._step, self._steps)
+            return RangeNumbers(self[-1], -self._step, self._steps)
         begin, end, by, known = index.start or 0, index.stop or 0, index.step or 1, len(self._first)
         if begin < 0 or by < 1 or not -self._steps <= end <= 0 or index.stop == 0:
             raise TypeError(SYMBOLIC_LENGTH)
         skipped = begin - known if begin >= known else (begin - known) % by
         steps = _turns(self._steps - skipped + end, by)
-        return Numbers(self._start + self._step * skipped, self._step * by, steps, self._first[begin::by])
+        return RangeNumbers(self._start + self._step * skipped, self._step * by, steps, self._first[begin::by])
 
-    def __radd__(self, other: list[Any]) -> Numbers:
-        return Numbers(self._start, self._step, self._steps, (*other, *self._first))
+    def __radd__(self, other: list[Any]) -> RangeNumbers:
+        return RangeNumbers(self._start, self._step, self._steps, (*other, *self._first))
 
 
 def as_read(numbers: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exportkit.errors import DestinationError, InvalidRequestError
+from exportkit.errors import DestinationError, InvalidRequestError, described
 from exportkit.skipscan.values import Skip
 
 ALL_TESTS_FILE = "all_tests_scan_result.json"
@@ -280,7 +280,7 @@ def read_scan(file: Path) -> SkipScan:
             "Not the result of a skip scan.",
             where=str(file),
             expected="a file written by exportkit scan-skips",
-            got=f"{type(error).__name__}: {error}",
+            got=described(error),
         ) from error
     return SkipScan(file.parent.resolve().name, most_skipped_first(rows), ())
 

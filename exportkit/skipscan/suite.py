@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from exportkit.errors import described
 from exportkit.skipscan.expressions import external_value
 from exportkit.skipscan.interpreter import Interpreter
 from exportkit.skipscan.layout import Layout
@@ -81,7 +82,7 @@ class Suite(Interpreter):
                 with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
                     tree = ast.parse(source)
             except (OSError, SyntaxError, ValueError) as error:
-                self.problems.append(f"{file}: {type(error).__name__}: {error}")
+                self.problems.append(f"{file}: {described(error)}")
                 return None
             module = self.modules[path] = Module(file, source, Scope("module", file))
             module.lines = source.splitlines()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from exportkit.errors import PlanError, UnregisteredClassError
+from exportkit.errors import PlanError, UnregisteredClassError, described
 from exportkit.json_data import as_tuples
 from exportkit.trees.fingerprint import NONE, NOTHING, TENSOR, Fingerprint, fingerprint
 from exportkit.trees.flatten import node_of_object
@@ -339,7 +339,7 @@ def from_json(data: Any) -> Fingerprint:
         for found in () if value is None else _parts_below(value):
             text_of(found)
     except Exception as error:  # whatever is raised for data that may be anything
-        raise PlanError("A constant is damaged.", got=f"{type(error).__name__}: {error}") from error
+        raise PlanError("A constant is damaged.", got=described(error)) from error
     result: Fingerprint = value
     return result
 

@@ -19,7 +19,7 @@ import optree
 import torch
 
 from exportkit._torch_compat.pytree import context_writer, registered_node
-from exportkit.errors import ExportkitError, TreeError
+from exportkit.errors import ExportkitError, TreeError, described
 from exportkit.trees.class_names import (
     CACHE_CLASSES,
     COLLECTIONS,
@@ -90,7 +90,7 @@ def load_value(data: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
     except Exception as error:  # the data may be anything, and classes of others are built from it
         raise TreeError(
             "The layout of a value is damaged.",
-            got=f"{type(error).__name__}: {error}",
+            got=described(error),
             hint="the file was written by another version, or changed since.",
         ) from error
 
@@ -259,15 +259,15 @@ def _dump_leaf(value: Any) -> Any:
 
 
 def _dump_placeholder(value: Any) -> Any:
-    described = {"fingerprint": fingerprint(value)}
+    content = {"fingerprint": fingerprint(value)}
     if isinstance(value, Unwritten):
-        return {"placeholder": value.cls, "text": value.text, **described}
+        return {"placeholder": value.cls, "text": value.text, **content}
     try:
         text = repr(value)
     except Exception:  # a broken repr must not stop the writing: the name of the class is enough
         text = object.__repr__(value)
     cls = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {"placeholder": cls, "text": text[:_LONGEST_TEXT], **described}
+    return {"placeholder": cls, "text": text[:_LONGEST_TEXT], **content}
 
 
 def _exact(value: Any, what: str) -> Any:
@@ -382,7 +382,7 @@ class _Reader:
         except Exception as error:
             raise TreeError(
                 f"Class {name.partition(':')[2]} cannot be built from the saved data.",
-                got=f"{type(error).__name__}: {error}",
+                got=described(error),
                 hint="the class changed since, or it was registered in another way then.",
             ) from error
 

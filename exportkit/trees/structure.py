@@ -390,6 +390,10 @@ def first_name(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
+# The path of an element of a list, such as ``layers[0]``.
+LIST_MEMBER = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]$")
+
+
 def without_indices(path: str) -> str:
     """Returns a path without the numbers in brackets: ``layers[].keys`` for ``layers[0].keys``."""
     return re.sub(r"\[\d+\]", "[]", path)

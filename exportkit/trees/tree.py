@@ -13,7 +13,7 @@ from exportkit.trees.object_parts import Skeleton
 from exportkit.trees.structure import Argument, Leaves, Nested, Object, RegisteredObject, build, joined_parts
 
 
-class Tensors(Protocol):
+class TensorSource(Protocol):
     """The tensors of a value, or copies of them, in the order in which the flattener found them."""
 
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -36,7 +36,7 @@ class Tree:
         structure: How the leaves are put together.
     """
 
-    def __init__(self, structure: Any, listed: Leaves, source: Tensors) -> None:
+    def __init__(self, structure: Any, listed: Leaves, source: TensorSource) -> None:
         self.paths: tuple[str, ...] = tuple(listed.paths)
         self.structure, self._listed, self._source = structure, listed, source
         # Made when asked for, and not by functools.cached_property: Dynamo does not trace its lock (Python 3.11).
@@ -144,7 +144,7 @@ def cloned(leaf: Any) -> Any:
 
 
 class HeldTensors:
-    """Tensors at hand: see `Tensors`."""
+    """Tensors at hand: see `TensorSource`."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -158,7 +158,7 @@ class HeldTensors:
         return list(map(shape_of, self._tensors))
 
 
-def lazy_tree(parts: Any, source: Tensors) -> Tree:
+def lazy_tree(parts: Any, source: TensorSource) -> Tree:
     """Returns the tree of a part of a recorded call; its tensors are read when its leaves are.
 
     Args:

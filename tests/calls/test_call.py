@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exportkit.calls.call import Signature, shapes_text
+from exportkit.calls.call import shapes_text
+from exportkit.calls.signature import Signature
 from exportkit.errors import UnknownInputError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exportkit import InputObserver
-from exportkit.calls import recorder
+from exportkit.calls import shape_counter
 from exportkit.calls.observation import Observation, SeenShapes
 from exportkit.errors import InvalidRequestError
 from tests.models import Add, IdsDecoder, OptionalAdd, Picky, random_cache, random_ids, tiny_llama
@@ -115,7 +115,7 @@ def test_calls_that_raise_are_not_counted():
 
 
 def test_number_of_different_shapes_is_bounded_and_told(monkeypatch):
-    monkeypatch.setattr(recorder, "MOST_SHAPES", 4)
+    monkeypatch.setattr(shape_counter, "MOST_SHAPES", 4)
     model, observer = Add(), InputObserver()
     with pytest.warns(RuntimeWarning, match="different shapes were seen"), observer(model, store_n_calls=0):
         _call_add(model, *range(1, 8), 2)

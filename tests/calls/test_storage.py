@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import exportkit
 from exportkit import Call, InputObserver, Observation
 from exportkit.calls import storage
-from exportkit.calls.call import Signature
 from exportkit.calls.observation import Failure
+from exportkit.calls.signature import Signature
 from exportkit.errors import (
     DestinationError,
     ExportkitError,

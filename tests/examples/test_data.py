@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from exportkit.errors import DestinationError, InvalidRequestError
-from exportkit.examples.checkpoint import load_checkpoint
-from exportkit.examples.data import data_run
+from exportkit.examples.checkpoint import data_run, load_checkpoint
 from tests import models
 from tests.examples.test_checkpoint import save_tokenizer, saved
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.onnx_files.complex_pairs import with_complex_as_pairs
+from exportkit.onnx_files.complex_numbers import with_complex_as_pairs
 from tests.arguments.generative import TEXT, padded_left
 
 MOVES = {

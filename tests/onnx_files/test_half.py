@@ -6,7 +6,7 @@ import torch
 
 import exportkit
 from exportkit.errors import InvalidRequestError, InvalidTypeError
-from exportkit.onnx_files.half import overflowing_nodes
+from exportkit.onnx_files.quantisers import overflowing_nodes
 
 
 class Large(torch.nn.Module):

@@ -9,8 +9,7 @@ import torch
 
 import exportkit
 from exportkit.errors import InvalidRequestError
-from exportkit.onnx_files.matrices import heads_of, read_quantisable
-from exportkit.onnx_files.quantised import read_layers
+from exportkit.onnx_files.quantised import heads_of, read_layers, read_quantisable
 from exportkit.onnx_files.quantisers import quantise
 from exportkit.running.compare import distance
 from exportkit.running.session import Session

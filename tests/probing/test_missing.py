@@ -3,7 +3,7 @@
 import torch
 
 from exportkit import InputObserver
-from exportkit.plan.sizes import solve_sizes
+from exportkit.plan.solved_sizes import solve_sizes
 from exportkit.probing.missing import fill_missing, find_missing_defaults
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
+from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError
 from exportkit.probing.traits import APART, Traits, find_traits, require_traits
 from exportkit.trees import flatten

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
+from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError, ExportkitError, PlanError, UnregisteredClassError
 from exportkit.programs.python_values import PythonValues
 from exportkit.trees import flatten

@@ -12,7 +12,7 @@ from torch.utils._sympy.functions import FloorDiv, Max, Min
 import exportkit
 from exportkit._torch_compat.symbolic_shapes import always_holds
 from exportkit.errors import ArgumentError
-from exportkit.programs.turns import Affordable
+from exportkit.programs.size_branches import Affordable
 from tests.programs import failing
 
 

@@ -8,8 +8,8 @@ import torch
 import exportkit
 from exportkit.errors import InvalidRequestError
 from exportkit.onnx_files.quantised import Quantisation, Quantised
-from exportkit.proof.budget import Case, _figures
 from exportkit.proof.figures import over_budget
+from exportkit.proof.quantise import Case, _figures
 from exportkit.proof.report import Report
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import exportkit
-from exportkit.rewrites.symbolic_lists import Numbers
+from exportkit.rewrites.symbolic_lists import RangeNumbers
 from exportkit.rewrites.table import LOOPS, SYMBOLIC_LENGTHS
 
 
@@ -74,7 +74,7 @@ def test_numbers_are_those_of_a_list(start, stop, step, first, data):
     begin, end = data.draw(st.none() | st.integers(0, 6)), data.draw(st.none() | st.integers(-3, -1))
     part = slice(begin, end, data.draw(st.integers(1, 3)))
     expected = first + list(range(start, stop, step))
-    numbers = first + Numbers.of(start, stop, step)
+    numbers = first + RangeNumbers.of(start, stop, step)
     assert list(numbers) == expected
     assert numbers.whole().tolist() == expected
     assert len(numbers) == len(expected)

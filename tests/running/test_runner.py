@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import exportkit
-from exportkit.calls.call import Call, Signature
+from exportkit.calls.call import Call
+from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError, RuntimeFailure
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner

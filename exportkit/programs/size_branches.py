@@ -3,7 +3,7 @@
 A trace knows all decisions by sizes on its own path. A program may serve other paths, too: single rows, inputs that are
 left out, the other side of a condition. There, the model is compared with the program at a few sizes only, and its code
 may compare sizes in lines that the trace never reached. These comparisons are recorded, and the model is run at sizes
-for which each of them has the opposite result: its turns.
+for which each of them has the opposite result.
 
 Other code that the trace never reached may decide by sizes in ways that are not seen. So may any code that makes text
 of a size. There, the model is run at much larger sizes, and at the numbers in the code.
@@ -37,7 +37,7 @@ _LARGEST_TENSOR = 2**27
 
 UNTRIED = "it decides by sizes that take too long to be tried"
 _MOST_LEVELS = 4  # of resolution that are taken to compute equally much; a few of them do most of the work
-_MOST_COMPARISONS = 64  # that are turned; a path beside the trace rarely has more than one of its own
+_MOST_COMPARISONS = 64  # whose other result is looked for; a path beside the trace rarely has more than one of its own
 _MOST_NEAR = 17  # sizes below this are tried where code turns sizes into plain numbers, whose comparisons are not seen
 _STEPS = (16, 64)  # at which sides are looked at that do not follow a variable in steps of one
 _FACTORS = (2, 4, 8, 16, 32, 64)  # by which all sizes are enlarged at once
@@ -94,7 +94,7 @@ def fulfils(domain: Domain, waived: Sequence[str], sizes: Mapping[str, int]) -> 
     return all(condition.text in waived or condition.holds(sizes) for condition in domain.conditions)
 
 
-class Turn(NamedTuple):
+class SizeBranch(NamedTuple):
     """Sizes at which the model decides differently.
 
     Attributes:
@@ -104,7 +104,7 @@ class Turn(NamedTuple):
         place: File and line of the code that decides.
         is_larger: Whether the variable is larger at these sizes than before.
         is_near: Whether the model decides differently after that size; otherwise it may, at any size up to the new one.
-        stated: What the code asks for that does not turn, if it compares several variables.
+        stated: What the code asks for where it decides as before, if it compares several variables.
     """
 
     sizes: dict[str, int] | None
@@ -152,8 +152,8 @@ def _polynomial(factors: Factors, start: Mapping[str, int], relation: str) -> st
     return f"{left} {relation} {constant:.17g}"
 
 
-class Turns:
-    """Finds the turns of a model on paths that were not traced.
+class SizeBranchSearch:
+    """Finds the branches by sizes that a model takes on paths that were not traced.
 
     Args:
         traced: The program; all sizes that are tried are in its domain, apart from those of 0 and 1.
@@ -176,8 +176,8 @@ class Turns:
         self._at_small_sizes = at_small_sizes
         self._affordable: Affordable | None = None
 
-    def of(self, start: SizeReads, sizes: Mapping[str, int]) -> Iterator[Turn]:
-        """Yields the turns beside a run, each by a change of one variable.
+    def of(self, start: SizeReads, sizes: Mapping[str, int]) -> Iterator[SizeBranch]:
+        """Yields the branches beside a run, each by a change of one variable.
 
         Args:
             start: What the run read.
@@ -192,7 +192,7 @@ class Turns:
         for each in list(own)[_MOST_COMPARISONS:]:
             for name, size in sizes.items():
                 stated = f"{name} == {size}"
-                yield Turn(None, name, size, line_text(each.place), is_larger=True, stated=stated)
+                yield SizeBranch(None, name, size, line_text(each.place), is_larger=True, stated=stated)
         code = start.code_beyond(self._known)
         if start.lost() and any(part.compares() for part in code):  # plain numbers that were made of sizes, perhaps
             yield from self._near(code[0].place(), sizes)
@@ -217,14 +217,14 @@ class Turns:
         own: Mapping[SizeComparison, tuple[int, float]],
         sizes: Mapping[str, int],
         decisions: frozenset[tuple[SizeComparison, bool]],
-    ) -> Iterator[Turn]:
-        """The turns of comparisons, given their results."""
+    ) -> Iterator[SizeBranch]:
+        """The branches of comparisons, given their results."""
         seen = {tuple(sizes.items()): decisions}
         moving: dict[SizeComparison, dict[str, float]] = {each: {} for each in own}
         wanted = {name: self._wanted(own, sizes, name, moving) for name in sizes}
         several = {each: self._stated(each, sizes, [*names]) for each, names in moving.items() if len(names) > 1}
         for name, size in sizes.items():
-            largest, smallest = size, size  # without a turn
+            largest, smallest = size, size  # on this branch
             for each, other_size in wanted[name]:
                 other = self._beside(sizes, name, other_size)
                 if other is None or tuple(other.items()) in seen:
@@ -233,13 +233,13 @@ class Turns:
                 kept = largest if is_larger else smallest
                 stated = several.get(each)
                 if not self._is_affordable(sizes, other):
-                    yield Turn(None, name, kept, place, is_larger, stated=stated)
+                    yield SizeBranch(None, name, kept, place, is_larger, stated=stated)
                     break
                 reads = self._reads(other)
                 if reads is None:
                     continue
                 if reads.decisions() not in seen.values():
-                    yield Turn(other, name, kept, place, is_larger, stated=stated)
+                    yield SizeBranch(other, name, kept, place, is_larger, stated=stated)
                 elif is_larger:
                     largest = max(largest, other_size)
                 else:
@@ -253,8 +253,8 @@ class Turns:
         sizes: Mapping[str, int],
         moving: Mapping[SizeComparison, Mapping[str, float]],
         decisions: frozenset[tuple[SizeComparison, bool]],
-    ) -> Iterator[Turn]:
-        """A turn of comparisons that follow variables only together, as a product of numbers of blocks does."""
+    ) -> Iterator[SizeBranch]:
+        """A branch by comparisons that follow variables only together, as a product of numbers of blocks does."""
         names, step = [name for name, size in sizes.items() if size > 1], _STEPS[-1]
         beyond = self._all_larger(sizes, {name: sizes[name] + step for name in names})
         reads = self._reads(beyond) if len(names) > 1 and beyond is not None else None
@@ -275,7 +275,7 @@ class Turns:
             if before - reads.decisions():
                 place = line_text(unlike[0].place)
                 stated = " and ".join(f"{name} <= {kept[name]}" for name in names)
-                yield Turn(other, names[0], kept[names[0]], place, is_larger=True, stated=stated)
+                yield SizeBranch(other, names[0], kept[names[0]], place, is_larger=True, stated=stated)
                 return
             kept = other
 
@@ -316,15 +316,15 @@ class Turns:
         relation = each.operator if getattr(operator, each.operator)(known[()], 0) else _OPPOSITES[each.operator]
         return _polynomial(factors, sizes, _SYMBOLS[relation])
 
-    def _near(self, place: str, sizes: Mapping[str, int]) -> Iterator[Turn]:
+    def _near(self, place: str, sizes: Mapping[str, int]) -> Iterator[SizeBranch]:
         """Small sizes, one after the other."""
         for name, size in sizes.items():
             for candidate in range(_MOST_NEAR):
                 other = self._beside(sizes, name, candidate) if candidate != size else None
                 if other is not None and self._is_affordable(sizes, other):
-                    yield Turn(other, name, size, place, candidate > size, is_near=False)
+                    yield SizeBranch(other, name, size, place, candidate > size, is_near=False)
 
-    def _unseen(self, place: str, numbers: Collection[int], sizes: Mapping[str, int]) -> Iterator[Turn]:
+    def _unseen(self, place: str, numbers: Collection[int], sizes: Mapping[str, int]) -> Iterator[SizeBranch]:
         """Sizes at which code may decide differently whose decisions are not seen, given the numbers in it."""
         wanted = sorted(number for number in numbers if _LEAST_NUMBER <= number < _MOST_COMPARED)[:_MOST_NUMBERS]
         beside = [(number + more,) for number in wanted for more in (0, 1)]
@@ -335,7 +335,7 @@ class Turns:
                 others = [self._beside(sizes, name, candidate) for candidate in candidates]
                 other = next((other for other in others if other is not None and other in affordable), sizes)
                 if other[name] != size:
-                    yield Turn(dict(other), name, size, place, other[name] > size, is_near=False)
+                    yield SizeBranch(dict(other), name, size, place, other[name] > size, is_near=False)
 
     def _wanted(
         self,
