@@ -1,6 +1,6 @@
-"""Run a PyTorch model as always; exportkit works out what varies, exports it, and proves the result.
+"""Run a PyTorch model as usual; exportkit infers what varies, exports the model, and proves the result.
 
-The public names are imported when they are first used, so ``import exportkit`` itself costs next to nothing.
+The public names are imported when they are first used, so ``import exportkit`` itself is fast.
 
 Example:
     >>> import torch, exportkit

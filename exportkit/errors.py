@@ -21,8 +21,8 @@
     └── RuntimeFailure            onnxruntime raised for the graph or a call      RuntimeError
 
 Each message says what happened, where, what was expected, what was found, and what to do about it. The built-in base
-classes are the ones that users of ``torch.onnx.InputObserver`` already catch. Below the tree are checks
-and parts of messages that several packages have in common.
+classes are the ones that users of ``torch.onnx.InputObserver`` already catch. The functions below the tree are checks
+and parts of messages that several packages share.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def read_json_file(
     found: dict[str, Any] = data if isinstance(data, dict) else {}
     if (found.get("format"), found.get("version")) != form:
         raise foreign(
-            f"Not {noun} that this version reads.",
+            f"This version cannot read {noun} of this format.",
             where=str(file),
             expected=" ".join(map(str, form)),
             got=f"{found.get('format')} {found.get('version')}",

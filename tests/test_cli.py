@@ -388,7 +388,7 @@ class TestWrongInput:
 
     def test_a_damaged_folder(self, tmp_path):
         (tmp_path / "manifest.json").write_text("{}")
-        self.check(run("report", tmp_path), "Not an exported model that this version reads")
+        self.check(run("report", tmp_path), "This version cannot read an exported model of this format")
         (tmp_path / "manifest.json").write_text("{")
         self.check(run("report", tmp_path), "is damaged")
 

@@ -74,7 +74,7 @@ def _counts(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
 def _reason(text: str) -> str:
     """A reason without the paths of the machine, and without advice."""
     text = re.sub(r"\S*/(site-packages|benchmarks/coverage)/", "", text.partition(" hint:")[0])
-    text = re.sub(r"all that torch says: \S+|\S*/model\.onnx", "", text)
+    text = re.sub(r"full message of torch: \S+|\S*/model\.onnx", "", text)
     return text if len(text) <= _REASON else text[: _REASON - 1] + "…"
 
 

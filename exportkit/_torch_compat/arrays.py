@@ -1,4 +1,4 @@
-"""The functions of numpy that torch has, whose arrays hold tensors. Dynamo computes with them what code asks of it."""
+"""torch's own versions of numpy functions, whose arrays hold tensors; Dynamo traces calls of numpy with them."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def why_no_operator(error: BaseException) -> tuple[str, list[tuple[str, int]]] |
     elif different := _DIFFERENT.search(message):
         text = f"an iteration changes the {different['what']} of a tensor that the next iteration gets"
     elif "ata-dependent" in message:
-        text = "the body decides by the value of a tensor, or by the number of the iteration"
+        text = "the body branches on the value of a tensor, or on the number of the iteration"
     elif "side effect" in message:
         text = "the body changes an object that is not its own"
     else:

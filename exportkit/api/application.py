@@ -29,7 +29,7 @@ _MOST_BYTES = 2**28  # of outputs of the model that are kept to see at which cal
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs of an application: with the model, and with graphs in its place. Prints as a few lines.
+    """Two runs of an application: with the model, and with graphs in its place. Prints as a short summary.
 
     Attributes:
         differences: What the application returned, compared: one for each tensor, image and other value.
@@ -103,7 +103,7 @@ def compare_runs(
     outside: Outside = "raise",
     seed: int = 0,
 ) -> RunComparison:
-    """Returns how an application that uses a model behaves with the model, and with graphs in its place.
+    """Runs an application with its model and with graphs in place of the model, and returns the comparison.
 
     `OnnxModel.verify` has a row for the latest comparison from then on, and `Exported.save` writes one into its report.
 

@@ -49,20 +49,20 @@ def export(
     Several modules that were observed together, those of a pipeline or of a dict, are exported together: each is one of
     the ``parts`` of the result, which has no program of its own.
 
-    Nothing is given by hand: what varies comes from the observed calls, and the model is run a few times more to
-    confirm it. Afterwards the model, its hooks and all registries are as they were.
+    Neither dynamic shapes nor example inputs are needed: what varies is inferred from the observed calls, and the model
+    runs a few more times to confirm it. The model, its hooks and all registries are left unchanged.
 
     Args:
         model: The model, the pipeline or the dict of modules, as it was observed.
         observer_or_plan: The observer, its observation, or a plan made from it (also an edited one).
-        outputs: What modules inside the model return and the graph shall return too, by key: a class, a path or a
-            pattern, as `exportkit.capture` takes it. ``{"hidden_states": LlamaDecoderLayer}`` adds the outputs
-            ``hidden_states.0``, ``hidden_states.1``, ...
-        probe: Let the model confirm the plan by running it; with False the recorded sizes alone decide.
-        weights: Safetensors file, or folder with such files, for a model on the meta device. They are used where they
-            are, so that a model that fits the disk can be exported; the given model stays without values.
-        random_numbers: Compare model and graph for the same numbers where the model draws random ones, such as noise.
-            By default such a model is not proven, since no two of its results are the same.
+        outputs: Values of inner modules that the graph returns as well, by key: a class, a path or a pattern, as
+            `exportkit.capture` takes it. ``{"hidden_states": LlamaDecoderLayer}`` adds the outputs ``hidden_states.0``,
+            ``hidden_states.1``, ...
+        probe: Whether to run the model to confirm the plan. If False, the plan is based on the recorded sizes alone.
+        weights: Safetensors file, or folder with such files, for a model on the meta device. They are memory-mapped, so
+            the model only has to fit on the disk; the given model itself gets no weights.
+        random_numbers: Give the model and the graph the same random numbers when they are compared, for models that
+            draw noise on purpose. By default, such a model is not proven, because no two of its results are equal.
 
     Raises:
         NoCallsError: if nothing was observed.
@@ -70,7 +70,7 @@ def export(
             of these is given for several modules.
         UnknownMethodError: if ``model`` does not have the modules that were observed.
         DestinationError: if the files of the weights cannot be read.
-        ArgumentError: if the model raises for the arguments that the plan leads to.
+        ArgumentError: if the model raises for the arguments that are built from the plan.
         ExportError: if torch cannot trace the model.
 
     Example:
@@ -114,7 +114,7 @@ def _only_parts(model: Any, parts: Mapping[str, Part], probe: bool, options: Map
     """Several modules, or methods of one, none of which calls the others."""
     for name, value in options.items():
         if value is not None:
-            raise InvalidRequestError(f"{name} is for a single model.", where=name, got=", ".join(parts))
+            raise InvalidRequestError(f"{name} is only supported for a single model.", where=name, got=", ".join(parts))
     modules = {
         name: module_at(model, part.module, part.observation.method_name, part.observation.model_name)
         for name, part in parts.items()
@@ -189,7 +189,7 @@ def _planned(
     """The model exported for a plan, with what is captured of its modules in its result."""
     if not isinstance(plan, BoundPlan):
         raise PlanError(
-            "This plan does not know the calls that it was made from.",
+            "This plan is not bound to the calls that it was made from.",
             hint="pass the observer, or a plan that observer.plan() returned.",
         )
     model, observation = exported_form(model, calls_of(plan.observation), outputs, carries_state=False)

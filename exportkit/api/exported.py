@@ -34,9 +34,10 @@ from exportkit.trees.tree import dtype_name
 class Exported(ExportedModel):
     """A model that `export` traced as one program, or as one for each kind of call.
 
-    ``program`` is the ExportedProgram, ``plan`` says what varies, ``domain`` where the graph may be used, and
-    ``attempts`` what was tried to get it. ``programs`` has all programs by name, ``parts`` the exports of what feeds
-    the model. If several modules were exported together, all of them are ``parts``, and ``programs`` is empty.
+    ``program`` is the ExportedProgram, ``plan`` says what varies, ``domain`` says which calls the graph accepts, and
+    ``attempts`` lists the strategies that were tried. ``programs`` contains all programs by name, and ``parts`` the
+    exports of the submodules that feed the model. If several modules were exported together, all of them are ``parts``,
+    and ``programs`` is empty.
     """
 
     @classmethod
@@ -56,7 +57,7 @@ class Exported(ExportedModel):
         accuracy: Accuracy | None = None,
         data: Observer | Observation | None = None,
     ) -> OnnxModel:
-        """Writes the model as ONNX and returns it as something to call like the model.
+        """Writes the model as ONNX and returns an `OnnxModel`, which is called like the model.
 
         Args:
             path: File to write. The weights go beside it, into ``<path>.data``, parts and the modules of a pipeline
@@ -70,7 +71,7 @@ class Exported(ExportedModel):
                 dtypes of the model. Parts whose values are too large stay as they were.
             accuracy: How far the quantised graph may be from the model: the least top-1 agreement, such as 0.99, or a
                 dict with limits of ``top1``, ``kl`` and ``error``. Layers are stored in more bits until it holds.
-            data: What another observer recorded of the model: further calls at which the accuracy has to hold.
+            data: Further calls of the model, recorded by another observer, for which the accuracy also has to hold.
 
         Raises:
             DestinationError: if the path cannot be written.
@@ -101,7 +102,7 @@ class Exported(ExportedModel):
     def repro(self, directory: str | os.PathLike[str]) -> Path:
         """Writes a script that traces the model with torch alone, and returns its path.
 
-        It holds shapes, dtypes, the range of integers, and versions; neither values of tensors nor weights.
+        The script contains shapes, dtypes, the range of integers, and versions, but neither tensor values nor weights.
 
         Args:
             directory: Where to write ``repro.py``; each of several programs, or modules of a pipeline, goes into a
@@ -122,12 +123,12 @@ class Exported(ExportedModel):
         """Writes the program as a ``.pt2`` file that torch reads without exportkit, and returns its path.
 
         The program takes and returns tensors alone, in the order of ``inputs`` and ``outputs``, which have the path of
-        each tensor in the arguments and in the result of the model. The file says it, too::
+        each tensor in the arguments and in the result of the model. The file contains these paths as well::
 
             about = {"exportkit.json": ""}
             program = torch.export.load("model.pt2", extra_files=about)  # then json.loads(about["exportkit.json"])
 
-        Every input has to be given, and nothing checks that a call is inside the domain.
+        Every input has to be given. torch checks the ranges of the sizes, but not the rest of the domain.
 
         Args:
             path: File to write. Parts, and the modules of a pipeline, go into ``<stem>.<part>.pt2``, each of several
@@ -159,10 +160,11 @@ class Exported(ExportedModel):
         verify: bool = True,
         compared: RunComparison | None = None,
     ) -> OnnxModel:
-        """Writes a folder that runs elsewhere, proves it, and returns its graphs as something to call.
+        """Writes a folder that runs on other machines, proves it, and returns its graphs as an `OnnxModel`.
 
-        It holds the ONNX files with their weights, the plan, ``manifest.json``, the recorded calls, and the report;
-        ``exportkit.load`` reads it. Clients that know this kind of model find their configuration files there.
+        The folder contains the ONNX files with their weights, the plan, ``manifest.json``, the recorded calls, and the
+        report; ``exportkit.load`` reads it. It also contains configuration files for clients that support this kind of
+        model.
 
         Args:
             directory: A new or empty directory, or one that an export was saved to, which is replaced.
@@ -173,18 +175,18 @@ class Exported(ExportedModel):
             weights: "int4" or "int8" to store weights in fewer bits, or a `Quantisation`, as for `to_onnx`.
             dtype: "float16" for graphs that compute in float16, as for `to_onnx`.
             accuracy: How far the quantised graph may be from the model, as for `to_onnx`.
-            data: What another observer recorded of the model: further calls that the report is about.
+            data: Further calls of the model, recorded by another observer, to include in the report.
             values: Also write the values of the calls, so that the folder can be proven without the model.
-            verify: Prove the graphs, which takes memory for the weights once more; if that fails, a RuntimeWarning says
-                so. Without it there is no report, and ``exportkit verify`` proves the folder later.
-            compared: What `compare_runs` returned for graphs of this export: a row of the report.
+            verify: Prove the graphs, which needs memory for a second copy of the weights; a RuntimeWarning says so if
+                the proof fails. If False, there is no report, and ``exportkit verify`` can prove the folder later.
+            compared: Result of `compare_runs` for graphs of this export, to include as a row of the report.
 
         Raises:
             DestinationError: if the directory cannot be written, or holds something else.
             ExportError: if an operator cannot be translated.
             InvalidRequestError: if the runtime cannot run the model, its graphs cannot have the opset, or the weights
                 cannot be quantised like this.
-            InvalidTypeError: if ``compared`` is anything else.
+            InvalidTypeError: if ``compared`` is not a result of `compare_runs`.
             MissingPackageError: if the installed onnxruntime cannot run a graph that is made for it.
         """
         from exportkit.folder.folder import save_folder
@@ -193,7 +195,7 @@ class Exported(ExportedModel):
             raise InvalidTypeError(
                 "Expected the result of compare_runs.",
                 where="compared",
-                expected="what compare_runs returned",
+                expected="the RunComparison that compare_runs returned",
                 got=type(compared).__name__,
             )
         return OnnxModel.of(
@@ -211,7 +213,7 @@ class Exported(ExportedModel):
         )
 
     def report(self, path: str | os.PathLike[str]) -> Path:
-        """Writes one HTML page with everything that is known about this export, its proof included.
+        """Writes an HTML page with everything that is known about this export, including its proof.
 
         The graphs are written to a temporary folder and proven there. For a folder that `save` wrote already,
         ``exportkit report`` makes the same page without proving it again.
@@ -246,7 +248,7 @@ def _all_programs(exported: ExportedModel, name: str = "") -> Iterator[tuple[str
 # Programs that travel: a ``.pt2`` file that torch alone reads, with tensors in and tensors out
 #
 # The program of an export takes the model's own arguments: caches and other classes, whose registration torch needs to
-# read the file. Here they are flat, and what each tensor is is written into the file.
+# read the file. Here they are flattened, and the file describes each tensor.
 
 
 DESCRIPTION = "exportkit.json"  # the file inside of a .pt2 that says what the tensors are

@@ -49,8 +49,8 @@ class InputObserver(Observer):
 
         Args:
             probe: Run the model again, without gradients, to confirm what the recorded sizes suggest: which axes are
-                the batch, which equal sizes belong together. Without it, or once the model has been deleted, the plan
-                is based on the recorded sizes alone.
+                the batch, and which equal sizes belong together. Without it, or once the model has been deleted, the
+                plan is based on the recorded sizes alone.
         """
         model = self._model() if probe and self._model is not None else None
         return plan_calls(self.observation, model, self._method_name)
@@ -89,19 +89,21 @@ class InputObserver(Observer):
         as_args_kwargs: bool = False,
         exportable: bool = False,
     ) -> Any:
-        """Returns the arguments of a call, completed with what other calls had and this one lacks.
+        """Returns the arguments of a call, completed with the inputs that only other calls have.
 
         Args:
             index_or_args_or_kwargs: Number of a recorded call, or arguments of your own; by default the first call
-                with the most inputs. What is missing becomes an empty tensor, 0 on its last dynamic axis, or zeros.
+                with the most inputs. A missing input becomes an empty tensor (size 0 along its last dynamic axis), or
+                zeros.
             flat: Return the list of tensors.
             as_args_kwargs: Return ``(args, kwargs)`` in any case.
             exportable: Return arguments of the same structure made for ``torch.export.export``: all sizes that can
                 vary are distinct and greater than 1, so that no axis is specialised.
 
         Returns:
-            A tuple if all calls gave all inputs by position, else a dict in signature order. Booleans and None that
-            ``**kwargs`` caught are left out, as torch.export takes none; a RuntimeWarning says so if they matter.
+            A tuple if all calls gave all inputs by position, else a dict in signature order. Booleans and None in
+            ``**kwargs`` are left out, because torch.export does not accept them; a RuntimeWarning says so if they
+            affect the result.
 
         Raises:
             NoCallsError: before any call.
@@ -114,8 +116,8 @@ class InputObserver(Observer):
         flags = {} if model is None else flags_that_matter(self.observation, model)
         if flags:
             left_out = ", ".join(f"{name}={value}" for name, value in flags.items())
-            text = f"exportkit: {left_out} is left out, since torch.export takes no Python value in **kwargs, and the"
-            text += " model returns something else without it. exportkit.export makes it part of the graph."
+            text = f"exportkit: {left_out} is left out, since torch.export accepts no Python value in **kwargs; without"
+            text += " it, the model returns a different result. exportkit.export makes it part of the graph."
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         if not exportable:
             return recorded_arguments(self.observation, index_or_args_or_kwargs, flat, as_args_kwargs)
@@ -135,7 +137,7 @@ class InputObserver(Observer):
         skip_none: bool = True,
         include_io: bool = False,
     ) -> list[dict[str, Any]]:
-        """Returns one row for each recorded call: how far an ONNX model is from what the model returned then.
+        """Returns one row for each recorded call: how far the outputs of an ONNX model are from the recorded outputs.
 
         Args:
             onnx_model: Path of an ONNX file, its content, a ModelProto, a ``torch.onnx.ONNXProgram`` or an `OnnxModel`.

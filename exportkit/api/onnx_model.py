@@ -35,9 +35,9 @@ from exportkit.running.compare import Tensors
 class OnnxModel(OnnxRunner):
     """One or several ONNX graphs with the calling convention of the model; `Exported.to_onnx` and `load` return it.
 
-    Call it like the model: it returns what the model returns, computed by onnxruntime. ``domain`` says where it may be
-    used, ``path``, ``inputs`` and ``outputs`` describe the file, ``parts`` has the graphs that feed the model. Several
-    modules that were exported together are all ``parts``: call one of them, or use `in_place_of`.
+    Call it like the model: it returns what the model returns, computed by onnxruntime. ``domain`` says which calls it
+    accepts, ``path``, ``inputs`` and ``outputs`` describe the file, and ``parts`` contains the graphs that feed the
+    model. Several modules that were exported together are all ``parts``: call one of them, or use `in_place_of`.
     """
 
     @classmethod
@@ -54,17 +54,18 @@ class OnnxModel(OnnxRunner):
     ) -> Report:
         """Returns the proof: a row for each recorded call, and for calls at sizes that were never run.
 
-        The latest run of an application that `compare_runs` compared has a row, too.
+        The latest result of `compare_runs` has a row as well.
 
         Sizes that turn out wrong leave the domain. The metadata of the ONNX file say so, too, unless it belongs to a
         saved folder, which stays as it is.
 
         Args:
-            unseen: Also try sizes that were not recorded. The model runs them in eager mode as the truth; a model that
-                was loaded from a folder has what the model returned when it was saved.
-            data: What another observer recorded of the model: further calls, each with a row.
-            runtime: What computes the rows. In "openvino", calls run on the CPU in float32, the domain and the metadata
-                stay as they are (what OpenVINO does not serve is in the report), and differences are not located.
+            unseen: Also try sizes that were not recorded. The model runs them in eager mode as the reference; for a
+                model that was loaded from a folder, the reference is what the model returned when the folder was saved.
+            data: Further calls of the model, recorded by another observer; each gets a row.
+            runtime: What computes the rows. With "openvino", calls run on the CPU in float32, the domain and the
+                metadata stay as they are (what OpenVINO does not serve is in the report), and differences are not
+                located.
 
         Raises:
             DestinationError: if a file of the folder that this was loaded from is not the one that was saved.
@@ -105,7 +106,7 @@ class OnnxModel(OnnxRunner):
         """Returns a context manager inside which the model computes with these graphs.
 
         Only the observed methods of the model, and of the parts, are replaced: ``generate``, pipelines and any other
-        code that calls the model go on unchanged, and find its configuration, device and hooks where they were.
+        code that calls the model run unchanged, and its configuration, device and hooks stay the same.
 
         Args:
             model: The model that was exported, or one like it; its weights are not used, so it may be on the meta
@@ -114,8 +115,8 @@ class OnnxModel(OnnxRunner):
 
         Raises:
             InvalidTypeError: if ``model`` is not a ``torch.nn.Module``, and holds none.
-            InvalidRequestError: if ``outside`` is neither, or cannot be "eager", since the graph keeps a state from
-                call to call that the model would not know.
+            InvalidRequestError: if ``outside`` is neither, or is "eager" although the graph keeps state between calls,
+                which the model does not share.
             UnknownMethodError: if the model does not have the method that was exported.
 
         Example:
@@ -181,8 +182,8 @@ def load(directory: str | os.PathLike[str], *, check_weights: bool = True) -> On
     The model itself is not needed. ``verify()`` replays the recorded calls and those at unseen sizes, and compares with
     what the model returned when the folder was saved.
 
-    Every file of the folder has to be as it was saved. Files that clients and people read may be edited, such as
-    ``genai_config.json`` and ``report.txt``; a RuntimeWarning says so.
+    Every file of the folder must be unchanged since it was saved. Files that clients and people read may be edited,
+    such as ``genai_config.json`` and ``report.txt``; a RuntimeWarning says so.
 
     Args:
         directory: The folder.
@@ -248,7 +249,7 @@ class InPlace:
         runners = [*runner.parts.values(), *([runner] if runner.graphs else [])]
         if outside == "eager" and any(one.contract.stateful for one in runners):
             raise InvalidRequestError(
-                "The model keeps a state from call to call, so it cannot go on from the state that the graph left.",
+                "The model keeps state between calls, and cannot continue from the state that the graph left.",
                 where="outside",
                 expected="'raise'",
                 got="'eager'",
@@ -314,7 +315,7 @@ def _require_autocast(recorded: Collection[_Autocast]) -> None:
     now = autocast_dtypes()
     if recorded and now not in recorded:
         raise ArgumentError(
-            "torch.autocast is not what it was in the recorded calls.",
+            "torch.autocast is set differently from the recorded calls.",
             expected=" or ".join(sorted(map(_autocast_text, recorded))),
             got=_autocast_text(now),
             hint="run the graphs as the calls were recorded, or record calls like this one and export again.",

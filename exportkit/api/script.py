@@ -1,8 +1,8 @@
-"""Runs a script as it is, and lets its models be observed, or computed by graphs, from their first call on.
+"""Runs a script unchanged; its models can be observed, or replaced by graphs, from their first call on.
 
-A script makes its models while it runs. A variable is looked for at each line of the script, and before each call of a
-module that no other module makes. Without a name, these calls show the models. Whatever fails there is noted, and the
-script goes on.
+A script creates its models while it runs. exportkit looks for the variable at each line of the script, and before each
+call of a module that is not made by another module. If no variable is named, these calls show the models. Errors of
+exportkit are noted, and the script continues.
 """
 
 from __future__ import annotations

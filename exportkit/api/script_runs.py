@@ -159,7 +159,7 @@ def _problems(
         of = f" of {name}" if name else ""
         before = first.watches.get(name)
         if watch.first_step is not None:
-            problems.append(f"call {watch.first_step}{of} returns something else")
+            problems.append(f"call {watch.first_step}{of} returns a different result")
         elif before is not None and len(before.seconds) != len(watch.seconds):
-            problems.append(f"{len(before.seconds)} calls{of} became {len(watch.seconds)}")
+            problems.append(f"{len(watch.seconds)} calls{of} instead of {len(before.seconds)}")
     return problems

@@ -139,7 +139,7 @@ def require_distinct(found: Iterable[tuple[str, torch.nn.Module]]) -> None:
         first = targets.setdefault((id(module), target.rpartition(".")[2]), target)
         if first != target:
             raise UnknownMethodError(
-                f"{first} and {target} are methods of two modules, and one was given for both.",
+                f"{first} and {target} are methods of different modules, but one module was given for both.",
                 where=target,
                 expected="each module under the name that it was recorded with",
                 got=f"one {type(module).__name__}",

@@ -80,11 +80,11 @@ class Observation:
         model_name: Class of the observed model.
         removed: Inputs that the user left out.
         restored: Inputs that no call had and that were added afterwards.
-        has_values: Whether the tensors hold the values that were seen; if not, only their shapes and dtypes were seen.
+        has_values: Whether the tensors hold the recorded values; if not, only their shapes and dtypes were recorded.
         further: Shapes of the calls that returned and are not stored, with the number of calls that had them.
-        written: Arguments that the method changes in place, by name, once the model was asked.
+        written: Arguments that the method changes in place, by name; known once the model has been run for this.
         target: Path in the model of the method that a graph for these calls stands in for; ``__call__`` if hooks of the
-            model are part of the graph. Known once the model was asked.
+            model are part of the graph. Known once the model has been run for this.
         called_instead: Methods of the model that were called where the observed one was not, with the number of calls.
         modules_called: Modules inside of the model that were called then, by path, with the number of calls.
     """
@@ -311,7 +311,7 @@ class Observation:
         return replace(self, calls=tuple(replace(call, seed=None) for call in self.calls))
 
     def save(self, directory: str | os.PathLike[str], values: bool = True) -> None:
-        """Writes the observation into a directory, to plan and export elsewhere, without the inputs at hand.
+        """Writes the observation to a directory, to plan and export on another machine without the inputs.
 
         Args:
             directory: A new or empty directory, or one that holds an observation, which is replaced.

@@ -30,7 +30,7 @@ from exportkit.errors import (
 
 
 class Observer:
-    """Records calls of a model, and only records: `exportkit.InputObserver` adds what can be inferred from them.
+    """Records calls of a model; `exportkit.InputObserver` adds the methods that infer something from them.
 
     Args:
         value_if_missing: Values for arguments that some calls lack, by name or position.
@@ -68,15 +68,15 @@ class Observer:
         """Records calls of ``model`` for the time of a ``with`` block.
 
         Args:
-            model: The model to observe. It behaves as always, and nothing stays on it afterwards. Several modules are
-                observed at once as an object that holds them, such as a pipeline, of which the methods that run are
-                found; or as a dict that names them: ``{"unet": pipe.unet, "decoder": (pipe.vae, "decode")}``.
+            model: The model to observe. It behaves as usual, and is left unchanged. To observe several modules at once,
+                pass an object that holds them, such as a pipeline, whose methods are found when they run, or a dict
+                that names them: ``{"unet": pipe.unet, "decoder": (pipe.vae, "decode")}``.
             store_n_calls: How many calls to store with their values, in this block, of each module.
             method_name: Method to observe.
-            shapes: "all" counts the shapes of further calls (``observation.seen``); "stored" takes the observer off
+            shapes: "all" counts the shapes of further calls (``observation.seen``); "stored" removes the observer from
                 the model as soon as the calls are stored, so that further ones cost nothing.
-            max_bytes: The most memory for the values of all calls. From the call that would exceed it on, only shapes
-                are kept. Memory that is shared with the model's own tensors counts.
+            max_bytes: Limit on the memory for the values of all calls. Starting with the call that would exceed it,
+                only shapes are kept. Memory that is shared with the model's own tensors counts.
             parts: Submodules or methods to record as well, such as ``["encoder"]`` or ``["encode", "decode"]``. Each
                 becomes a graph of its own. "auto" finds those that run before the model and feed it.
 
@@ -86,8 +86,8 @@ class Observer:
             UnknownMethodError: if the model has no such method.
             InvalidRequestError: if the method is a module inside the model, a method that Python looks up on the class
                 (``__call__``), or not the method that was recorded before; if ``shapes`` is neither "all" nor "stored";
-                if ``store_n_calls`` or ``max_bytes`` is negative; or if an option is for a single model, and there are
-                several.
+                if ``store_n_calls`` or ``max_bytes`` is negative; or if an option that only works for a single model is
+                given for several.
             UnknownInputError: if ``value_if_missing`` names an input that the method does not have.
         """
         if shapes not in ("all", "stored"):
@@ -166,7 +166,7 @@ class Observer:
         for name, is_given in options.items():
             if is_given:
                 raise InvalidRequestError(
-                    f"{name} is for a single model.",
+                    f"{name} is only supported for a single model.",
                     where=name,
                     got=type(application).__name__,
                     hint='name the methods: {"unet": pipe.unet, "decoder": (pipe.vae, "decode")}.',
@@ -284,12 +284,12 @@ class Observer:
         return self.num_obs() == 0
 
     def remove_inputs(self, names_or_positions: Iterable[str | int]) -> int:
-        """Leaves inputs out of the observation, and so of everything that is inferred from now on.
+        """Removes inputs from the observation, and so from everything that is inferred from it.
 
-        Inputs need not be given in any call. A name or position that the method does not have is warned about.
+        Inputs need not be given in any call. A name or position that the method does not have causes a warning.
 
         Returns:
-            How many of these inputs there were in the calls.
+            The number of these inputs that occurred in the calls.
 
         Raises:
             ObservationError: if nothing was observed yet.

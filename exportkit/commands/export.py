@@ -129,7 +129,7 @@ def export(
     debug: Debug = False,
     *,
     runtime: Annotated[
-        Runtime | None, typer.Option(help="What to fuse operators for; genai also has caches that hold every token.")
+        Runtime | None, typer.Option(help="Runtime to fuse operators for; with genai, caches also hold every token.")
     ] = None,
     weights: Annotated[Weights | None, typer.Option(help="Store weights in fewer bits, for onnxruntime.")] = None,
     activations: Annotated[
@@ -143,13 +143,13 @@ def export(
     accuracy: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="With --weights, the least share of equal top-1 choices; some layers keep more bits."
+            min=0, max=1, help="With --weights or --dtype: minimum top-1 agreement; layers keep more bits to reach it."
         ),
     ] = None,
     task: Annotated[
         str | None,
         typer.Option(
-            help="A task of transformers, such as feature-extraction; by default, the class that was saved.",
+            help="A transformers task, such as feature-extraction; the default is the model class that was saved.",
             metavar="TASK",
             show_default=False,
         ),
@@ -178,7 +178,7 @@ def export(
 ) -> None:
     """Export a local transformers checkpoint to ONNX, and prove it.
 
-    The model first runs, which shows what varies: on --data if given, otherwise in the way that is usual for its task.
+    First, the model runs to show what varies: on --data if given, otherwise in the way that is usual for its task.
     A text model generates or reads padded batches, an image or audio model gets noise. Weights are loaded as float32.
     Nothing is downloaded.
 
@@ -188,7 +188,7 @@ def export(
     With --weights or --dtype, the graph is proven before it is quantised or converted. The result is not proven but
     measured: the report says how far its outputs are from the model's.
 
-    Exits with 0 if the result is proven, or measured and as accurate as asked for, 1 if it is not, 2 for invalid usage.
+    Exits with 0 if the result is proven, or measured and within --accuracy; with 1 if not; with 2 for invalid usage.
     """
     from exportkit.examples.checkpoint import load_checkpoint
     from exportkit.files import check_file
@@ -238,9 +238,9 @@ def _quantised(
 ) -> dict[str, Any]:
     """How a graph is quantised, and how accurate it has to be; BadParameter for what does not go together."""
     if activations is not None and weights != "int8":
-        raise typer.BadParameter("--activations are quantised together with --weights int8.")
+        raise typer.BadParameter("--activations requires --weights int8.")
     if accuracy is not None and weights is None and dtype is None:
-        raise typer.BadParameter("--accuracy is for graphs that are measured: add --weights or --dtype.")
+        raise typer.BadParameter("--accuracy requires a graph that is measured: add --weights or --dtype.")
     stored = weights if activations is None else exportkit.Quantisation("int8", activations=activations)
     return {"weights": stored, "accuracy": accuracy}
 

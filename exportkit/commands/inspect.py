@@ -35,12 +35,12 @@ def verify(
     as_json: AsJson = False,
     locate: Annotated[bool, typer.Option("--locate", help="Name the module where a difference begins.")] = False,
     model_dir: Annotated[
-        Path | None, typer.Option("--model", help="The checkpoint, for --locate to run.", metavar="MODEL_DIR")
+        Path | None, typer.Option("--model", help="The checkpoint of the model; --locate runs it.", metavar="MODEL_DIR")
     ] = None,
     runtime: Annotated[
-        Literal["onnxruntime", "openvino"], typer.Option(help="What computes the calls.")
+        Literal["onnxruntime", "openvino"], typer.Option(help="Runtime that runs the calls.")
     ] = "onnxruntime",
-    device: Annotated[str, typer.Option(help="Where onnxruntime computes them, such as cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device on which onnxruntime runs, such as cuda.")] = "cpu",
     debug: Debug = False,
 ) -> None:
     """Prove an exported folder again, without the model.
@@ -56,12 +56,12 @@ def verify(
 
     with quiet_libraries(), exit_on_error(BAD_INPUT, debug):
         if runtime == "openvino" and device != "cpu":
-            raise InvalidRequestError("OpenVINO runs on the CPU here.", where="--device", expected="cpu", got=device)
+            raise InvalidRequestError("OpenVINO only runs on the CPU.", where="--device", expected="cpu", got=device)
         if runtime == "onnxruntime":
             require_onnxruntime()
         elif locate:
             raise InvalidRequestError(
-                "Differences are located in onnxruntime only.",
+                "Differences can only be located in onnxruntime.",
                 where="--locate",
                 expected="--runtime onnxruntime",
                 got=f"--runtime {runtime}",
@@ -95,8 +95,8 @@ def report(
 ) -> None:
     """Write an HTML page about an export, a trace or a skip scan.
 
-    The page needs no other files and no network. Nothing runs and nothing is proven again: the page shows what the
-    folder holds.
+    The page needs no other files and no network. No model runs and nothing is proven again: the page shows what the
+    folder contains.
 
     Exits with 0, or with 2 for invalid usage.
     """
@@ -149,9 +149,9 @@ def trace(
 ) -> None:
     """Record every module call of a local transformers checkpoint.
 
-    The model runs in the way that is usual for its task. For each tensor, statistics and a hash are stored, and its
-    values on request. Compare two such folders with `exportkit compare`. Without a tokenizer the tokens are random, and
-    the same in every run.
+    The model runs in the way that is usual for its task. Statistics and a hash of each tensor are stored, and on
+    request its values. Compare two such folders with `exportkit compare`. Without a tokenizer the tokens are random,
+    and the same in every run.
     """
     import torch
 
@@ -179,7 +179,7 @@ def compare(
     names: Annotated[
         list[str] | None,
         typer.Option(
-            help="Regular expression for a part of the paths of B, and the part of A it stands for; repeatable.",
+            help="Regular expression for a part of a path in B, and its replacement in A; repeatable.",
             metavar="RE=TEXT",
         ),
     ] = None,
@@ -231,7 +231,7 @@ def scan_skips(
     base: Annotated[
         list[str] | None, typer.Option(metavar="FILE=ORIGIN", help="Base file and its origin; repeatable.")
     ] = None,
-    group: Annotated[str | None, typer.Option(help="file or folder: what tests are grouped by.")] = None,
+    group: Annotated[str | None, typer.Option(help="How to group tests: file or folder.")] = None,
     mark: Annotated[
         list[str] | None, typer.Option(metavar="NAME=REASON", help="Decorator that skips; repeatable.")
     ] = None,

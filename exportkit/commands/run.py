@@ -35,7 +35,7 @@ def run(
     script: Annotated[
         list[str],
         typer.Argument(
-            help="A Python script, or a module with -m, and its arguments. After --, all arguments are the script's.",
+            help="A Python script, or a module with -m, and its arguments. All arguments after -- go to the script.",
             metavar="SCRIPT",
             show_default=False,
         ),
@@ -60,8 +60,8 @@ def run(
     """Run a script, export the models that it calls, prove them, and run it again on the graphs.
 
     The script needs no changes. Afterwards, its models are exported to DIR and proven there. Then the script runs once
-    more, with the same random seeds and with the graphs in place of its models; what it prints is compared, and not
-    shown again.
+    more, with the same random seeds and with the graphs in place of its models; its output is compared with that of the
+    first run, and not shown.
 
     Exits with 0 if the models are proven and the script runs on them, with 1 if not, with 2 for invalid usage. If the
     script itself fails, nothing is exported, and the exit code is the script's.
@@ -117,13 +117,13 @@ def _require_found(first: ObservedScript) -> None:
     raise NoCallsError(
         "The script calls no module with weights."
         if name is None
-        else "No variable of this name holds a model when the script calls one.",
+        else "No variable with this name holds a model when the script calls one.",
         where=first.script.name if name is None else f"--observe {name}",
         expected="a call of a torch.nn.Module"
         if name is None
         else "a variable of the script, or an attribute of one, that holds a model before it is called",
         got=problem,
-        hint="a model that only exists inside a function is found without --observe." if name is not None else None,
+        hint="leave out --observe to find models that only exist inside a function." if name is not None else None,
     )
 
 

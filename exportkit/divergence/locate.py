@@ -67,12 +67,12 @@ def locate_divergence(
         graph: An ONNX model (path, ModelProto, ONNXProgram, OnnxModel) or an ExportedProgram.
         inputs: Arguments of the model: a tuple of positional ones, a mapping of named ones, a pair of both, a single
             tensor, or a recorded `Call`.
-        program: The ExportedProgram that the ONNX model comes from, where ``graph`` does not know it.
+        program: The ExportedProgram that the ONNX model comes from, if ``graph`` does not contain it.
         before: The ONNX model before optimisation, as ``torch.onnx.export(..., optimize=False)`` returns it. Without
-            it, the module that differs is translated once more by itself.
+            it, the module that differs is translated again on its own.
         method: The exported method.
-        wrong: Paths of outputs that are known to be wrong, such as ``logits``. Other outputs are taken for wrong if
-            half of their digits are.
+        wrong: Paths of outputs that are known to be wrong, such as ``logits``. Other outputs count as wrong if half of
+            their digits are wrong.
 
     Raises:
         InvalidTypeError: if ``graph`` cannot be run.

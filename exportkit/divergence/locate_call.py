@@ -26,7 +26,7 @@ from exportkit.running.session import Session
 from exportkit.trees import flatten
 
 MODEL, GRAPH, AROUND = "The model", "onnxruntime", "The code around the graph"
-CHANGED = "it no longer returns what this call expects: it changed since, is random, or inputs shared memory"
+CHANGED = "it no longer returns what was recorded: it was changed, is random, or its inputs shared memory"
 SMALL = "it differs by more than the proof allows, but no module adds more than rounding"
 ONNX = "ONNX or onnxruntime"
 _SHOWN = 4  # modules that are named

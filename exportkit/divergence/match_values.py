@@ -1,7 +1,7 @@
 """Matches the tensors of a model's module calls with values of a graph, and compares them.
 
-A graph knows which modules its nodes come from, but not which value is which argument. Few values enter and leave a
-module: an argument is the one of them that has its shape and is closest to it.
+The nodes of a graph record which modules they come from, but not which value is which argument. Only a few values enter
+and leave a module, so an argument is matched with the value that has its shape and is closest to it.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def _accepted(model: Any, call: _Inputs, is_own: bool) -> _Inputs:
     takes_any = is_own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not call or (unknown and not takes_any and (is_own or len(unknown) == len(call))):
         raise InvalidRequestError(
-            "The data contain tensors that the model does not take.",
+            "The data contain tensors that the model does not accept.",
             where=f"{type(model).__name__}.forward",
             expected=", ".join(parameters),
             got=", ".join(unknown) or "no tensors",

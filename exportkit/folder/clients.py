@@ -74,16 +74,16 @@ def genai_obstacle(traced: TracedProgram, inputs: Mapping[str, str], parts: Coll
     if foreign:
         return f"the graph has the input {foreign[0]!r}"
     if window_limits(traced):
-        return "the caches hold a sliding window, and it keeps every token"
+        return "the caches hold a sliding window, but onnxruntime-genai keeps every token"
     if missing:
         return f"the graph has no input {missing[0]!r}"
     if not past or any(name not in outputs for name in ("logits", *wanted)):
         return "the graph does not return logits and the keys and values of each layer"
     if positions is not None and len(positions.sizes) != 2:
-        return f"position_ids are of rank {len(positions.sizes)}"
+        return f"position_ids have rank {len(positions.sizes)}"
     if len({tuple(map(str, leaf.sizes)) for leaf in past.values()}) > 1:
         return "its layers have caches of different shapes"
-    return "the model's config does not say max_position_embeddings" if _context(traced) is None else None
+    return "the model's config does not define max_position_embeddings" if _context(traced) is None else None
 
 
 def genai_config(traced: TracedProgram, inputs: Mapping[str, str], filename: str) -> dict[str, Any]:

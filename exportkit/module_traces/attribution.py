@@ -1,8 +1,8 @@
 """Attributes the error between two runs to the steps that introduce it.
 
 Rounding makes some error at every step, and later steps carry it on, more or less amplified. So a step is judged by its
-own error relative to the error of all that it computes from, and by what its dtype and other steps of its kind make
-usual.
+own error relative to the error of its inputs, and by the error that is usual for its dtype and for other steps of its
+kind.
 """
 
 from __future__ import annotations

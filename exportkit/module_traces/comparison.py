@@ -223,7 +223,7 @@ class Comparison(PrintedResult):
         counts = Counter(row.verdict for row in self.tensors)
         if counts["unknown"]:
             row = next(row for row in self.modules if row.verdict == "unknown")
-            return f"Undecided: what {row.name} ({row.class_name}) computes differs; only values can tell by how much."
+            return f"Undecided: the tensors of {row.name} ({row.class_name}) differ; only values can show by how much."
         return "The runs are equal." if counts["equal"] == len(self.tensors) else "The runs agree, up to rounding."
 
     def _data(self) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def compare_traces(first: TraceData, second: TraceData, names: Mapping[str, str]
             "These traces have no module call in common.",
             expected=_some_paths(first.calls),
             got=_some_paths(second.calls),
-            hint='say which paths of the second are which of the first: names={"^model[.]": "", "query": "q_proj"}.',
+            hint='map paths of the second trace to paths of the first: names={"^model[.]": "", "query": "q_proj"}.',
         )
     return _Comparing(first, second, pairs).result()
 

@@ -163,7 +163,7 @@ class TraceRecorder:
         """Ends the recording and closes the files; after an error on disk, as far as possible."""
         with self._lock:
             if self._running and not self._is_over:
-                self.note(f"The ends of {self._running} calls are missing: they ran on in other threads.")
+                self.note(f"The ends of {self._running} calls are missing: they continued in other threads.")
             self._is_over = True
             try:
                 self._files.write_header()

@@ -33,8 +33,8 @@ ALL, ENDS = "all", "ends"
 class Trace(TraceData):
     """The module calls of a run, in a folder.
 
-    A trace can be read while it is being recorded: it holds what was recorded so far. One whose recording never ended
-    is read as far as it goes, and says so.
+    A trace can be read while it is being recorded: it contains what was recorded so far. If the recording was
+    interrupted, the trace contains what was written until then, and `complete` is False.
 
     Args:
         folder: The folder.
@@ -45,11 +45,12 @@ class Trace(TraceData):
         """Returns how another run differs from this one, the reference: what differs first, and what each module adds.
 
         Calls are matched by path and number, else by order. Dtypes, devices and code may differ: rounding does not
-        count as a difference. Tensors without stored values are compared by statistics and hash, as far as these tell.
+        count as a difference. Tensors without stored values are compared by statistics and hash, as far as that is
+        possible.
 
         Args:
             other: The other run.
-            names: Regular expressions for parts of its paths, and what they are in this one:
+            names: Regular expressions for parts of its paths, and their replacements in this run:
                 ``{"^model[.]": "", "query": "q_proj"}``.
 
         Raises:
@@ -97,20 +98,22 @@ def trace_model(
     """Records every call of every module of a model, for the time of a ``with`` block.
 
     For each tensor that a module is given or returns, statistics and a hash are recorded, and its values on request.
-    All of it is written to a folder while the model runs: the memory of a recording does not grow with the run, and
-    after a crash the folder tells which call it happened in. The run itself is not changed: neither numbers, random
-    numbers, gradients nor the model. If the disk is full, the rest is missing in the trace, and the trace says so.
+    All of it is written to a folder while the model runs, so the memory that a recording needs does not grow with the
+    run, and after a crash the folder shows in which call it happened. The run itself does not change: results, random
+    numbers, gradients and the model stay the same. If the disk is full, the rest of the run is missing from the trace,
+    and `Trace.problems` says so.
 
     Args:
-        model: Any module, called in any way: by itself, ``forward``, ``generate``, another method.
+        model: Any module, called in any way: directly, or through ``forward``, ``generate`` or another method.
         folder: Where to keep the trace; a trace that is there is replaced. By default it is kept until the `Trace` is
             deleted.
         values: The modules whose values to store: "all"; "ends", all but the blocks in the middle of lists of blocks; a
-            path such as ``"model.layers.*.mlp"``; a compiled expression that is searched in paths; or a list of these.
+            path such as ``"model.layers.*.mlp"``; a compiled expression that is searched for in paths; or a list of
+            these.
         every: Store the values of every n-th call of each module only: a sample of a long generation.
 
     Raises:
-        InvalidTypeError: if ``model`` is not a module, or ``values`` something else.
+        InvalidTypeError: if ``model`` is not a module, or ``values`` is something else.
         InvalidRequestError: if a path matches no module, or ``every`` is less than 1.
         DestinationError: if the folder holds other files, or cannot be written.
 

@@ -32,7 +32,7 @@ _damaged = damaged_error(TraceError, "This trace is damaged.", "the file was cha
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What is known of one tensor that a module was given or returned.
+    """What is known about a tensor that a module was given or returned.
 
     The statistics are those of the finite elements; for complex numbers, of their absolute values. They are None where
     there is nothing to compute them from. Where the values are stored, statistics and hash are computed from them the
@@ -146,8 +146,8 @@ class TraceData:
 
         Raises:
             DestinationError: if there is no trace.
-            TraceError: if it is damaged, or was written by a version that this one does not read. One whose recording
-                was cut short is read as far as it goes; see `complete`.
+            TraceError: if it is damaged, or was written by a version that this one does not read. If the recording was
+                cut short, the trace contains what was written; see `complete`.
         """
         trace = cls(directory)
         trace._read()
@@ -393,5 +393,5 @@ class _DataFile:
         """
         part = self._memory[self._start + offset : self._start + offset + size]
         if offset < 0 or len(part) != size:
-            raise ValueError(f"expected {size} bytes at {offset}, and there are {len(part)}")
+            raise ValueError(f"expected {size} bytes at {offset}, got {len(part)}")
         return part

@@ -38,15 +38,15 @@ class Quantisation:
     `Exported.to_onnx` and `Exported.save` take it as ``weights``; ``weights="int4"`` is short for the defaults.
 
     Attributes:
-        weights: What matrices are stored in: "int4" or "int8".
+        weights: How matrices are stored: "int4" or "int8".
         block_size: How many weights share a scale: a power of two, 16 or more. Smaller blocks are more accurate, and
             take more memory.
         symmetric: Whether blocks are symmetric around 0, without a zero point of their own.
         embedding: Whether the tables that tokens are looked up in are quantised, too; only to int4.
-        head: Whether the product that makes the logits is quantised.
-        activations: Of int8, whether values are quantised, too, so that products and convolutions compute with
-            integers: "dynamic", by the range that they have in each call, or "static", by the range that they have in
-            the recorded calls and in further data. The weights then have one scale for each channel, and no blocks.
+        head: Whether the product that computes the logits is quantised.
+        activations: For int8: how activations are quantised as well, so that products and convolutions compute with
+            integers: "dynamic" uses their range in each call, "static" their range in the recorded calls and in further
+            data. The weights then have one scale for each channel, and no blocks.
 
     Raises:
         InvalidRequestError: if an option is unknown, or conflicts with another option.
@@ -157,7 +157,7 @@ class Quantised:
         """What was quantised and converted, in sentences."""
         found = []
         if self.dtype is not None:
-            kept = f"; too large for it, and kept as they were: parts of {', '.join(self.kept)}" if self.kept else ""
+            kept = f"; not converted because of large values: parts of {', '.join(self.kept)}" if self.kept else ""
             found.append(f"computes in {self.dtype}{kept}.")
         if self.request is not None:
             counts = Counter(layer.stored for layer in self.layers)

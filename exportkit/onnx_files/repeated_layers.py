@@ -336,8 +336,10 @@ def _finish(model: onnx_ir.Model) -> None:
 
     model.graph.sort()
     fold_constants_ir(model)
+    passes.IdentityEliminationPass()(model)
+    for graph in model.graph.subgraphs():
+        _return_own_values(graph)
     for step in (
-        passes.IdentityEliminationPass(),
         passes.RemoveUnusedNodesPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.DeduplicateInitializersPass(),
@@ -346,3 +348,17 @@ def _finish(model: onnx_ir.Model) -> None:
         passes.NameFixPass(),
     ):
         step(model)
+
+
+def _return_own_values(graph: onnx_ir.Graph) -> None:
+    """Makes a branch or the body of a loop return values of its own: onnxruntime refuses those of graphs around it."""
+    import onnx_ir
+
+    for place, value in enumerate(graph.outputs):
+        producer = value.producer()
+        is_own = value.is_initializer() or value.is_graph_input() if producer is None else producer.graph is graph
+        if not is_own:
+            identity = onnx_ir.node("Identity", [value])
+            identity.outputs[0].type, identity.outputs[0].shape = value.type, value.shape
+            graph.append(identity)
+            graph.outputs[place] = identity.outputs[0]

@@ -165,9 +165,9 @@ class OnnxRunner:
         """Returns what the model returns, computed by onnxruntime.
 
         Arguments are given as to the model: nested values, caches, by position or by name. Optional inputs may be left
-        out if recorded calls left them out. Python constants have to be those that the graph was exported with; what is
-        left out has the default of the model's method. If the model returns a list with a tensor for each image, of
-        different sizes, the list returned here holds one tensor, their concatenation.
+        out if recorded calls left them out. Python constants must have the values that the graph was exported with;
+        arguments that are left out have the defaults of the model's method. If the model returns a list with a tensor
+        for each image, of different sizes, the list returned here holds one tensor, their concatenation.
 
         Raises:
             ArgumentError: if the arguments do not fit the graph, or any of several graphs.
@@ -294,7 +294,7 @@ class OnnxRunner:
         providers: str | Sequence[Provider] | None = None,
         session_options: Any = None,
     ) -> Self:
-        """Returns this model, which computes on a device from now on; what it returns is there, too.
+        """Moves the computation to a device, and returns this model; its outputs are on that device, too.
 
         Tensors that are on the device already are neither copied nor moved, so a cache stays there from call to call.
         ``verify`` proves the graphs where they are.
@@ -303,7 +303,7 @@ class OnnxRunner:
             device: "cpu", or "cuda" with or without an index.
             providers: An execution provider of onnxruntime by its name, or several, the preferred one first, each a
                 name or a name with its options; by default those of the device, with the CPU for what they do not
-                compute. With ``device`` the CPU, they get and return tensors on the CPU.
+                compute. If ``device`` is the CPU, they take and return tensors on the CPU.
             session_options: An ``onnxruntime.SessionOptions``; configuration entries may be added to it.
 
         Raises:

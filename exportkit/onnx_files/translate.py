@@ -110,7 +110,7 @@ def translate(
     findings = operator_findings(traced.program, program)
     if unchecked:
         lines = "; ".join(dict.fromkeys(map(_line_of, unchecked)))
-        text = f"the graph does not check these assertions about values, which have no form in ONNX: {lines}."
+        text = f"the graph does not check these assertions about values, as ONNX cannot express them: {lines}."
         findings.append(Finding("assertions", lines, text))
     if runtime is not None:
         findings.append(Finding("fused", "onnxruntime", f"fused for onnxruntime: {fused_text(program.model)}."))

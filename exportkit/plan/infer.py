@@ -65,7 +65,7 @@ def infer_plan(table: CallTable, constants: Sequence[Constant] = (), distinct: i
                 text = f"{constant.path}: the graph ignores generators, so any generator is accepted."
             findings.append(Finding("constant", constant.path, text))
     if table.leaves and len(table.leaves[0].shapes) == 1:
-        findings.append(Finding("one call", "", "only one call was recorded, so no size was seen to vary."))
+        findings.append(Finding("one call", "", "only one call was recorded, so it is not known which sizes vary."))
     return name_variables(guess_batch(plan, table)).with_findings(findings)
 
 

@@ -1,6 +1,6 @@
 """Input tensors and the sizes of their axes: as the calls showed them, and as a plan describes them.
 
-This is all that the reasoning knows of a model.
+A plan is inferred from these values alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Relations between values and sizes, which no expression over sizes can state.
+"""Relations between values and sizes, which cannot be stated as expressions over sizes.
 
 Token ids hold placeholders for rows of another input, such as the features of an image. The products of grids of
 patches, or the sum of lengths, say how many rows another input has. Token types mark where the placeholders are.

@@ -36,11 +36,11 @@ class Plan:
         leaves: All input tensors in signature order.
         variables: The sizes that callers choose.
         constants: Inputs that are not tensors.
-        findings: What a person should know.
+        findings: What users should know about the plan.
         placeholders: Tokens that stand for rows of other inputs.
         joined: Paths of lists of tensors that are one input, their concatenation.
-        unused: Paths of tensors that the model is given and never reads; they are not inputs.
-        passed_through: Outputs that are inputs handed back: name of the output to path of the input.
+        unused: Paths of tensors that are passed to the model but never read; they are not inputs of the graph.
+        passed_through: Outputs that are unchanged inputs: the path of the input by name of the output.
         structure: How the leaves are nested in each argument: lists, tuples and dicts with the path of a leaf, or None
             for a constant, as in torch's dynamic shapes. A cache is the list of its leaves.
         grids: Inputs that say how many rows other inputs have.
@@ -280,7 +280,7 @@ class Plan:
         return self.with_variable(variable, [(leaf.path, axis) for leaf in leaves])
 
     def split(self, name: str, *paths: str) -> Self:
-        """Returns the plan in which the axes of the inputs at ``paths`` are apart from the variable ``name``.
+        """Returns the plan in which the axes of the inputs at ``paths`` are a new variable instead of ``name``.
 
         Raises:
             PlanError: if these are none or all of its axes.

@@ -1,7 +1,7 @@
 """Finds the batch if it never varied: rows are repeated, and every output must repeat with them.
 
-This is what a person would do: take the first axis of each input that has the batch's size, double it, and look at the
-outputs. If that fails, other axes are tried, and flat rows (image features) that are a multiple of the batch.
+The first axis of each input that has the size of the batch is doubled, and the outputs are compared. If that fails,
+other axes are tried, and flat rows (image features) that are a multiple of the batch.
 """
 
 from __future__ import annotations

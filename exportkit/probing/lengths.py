@@ -1,4 +1,4 @@
-"""Asks the model which lengths can vary, which sizes must vary together, and how many frames make a state."""
+"""Runs the model to find which lengths can vary, which sizes must vary together, and how many frames make a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks a model by running it: does it accept calls of these sizes, and what does it return for them?"""
+"""Runs a model to find out whether it accepts calls of given sizes, and what it returns for them."""
 
 from __future__ import annotations
 

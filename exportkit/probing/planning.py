@@ -225,10 +225,10 @@ def findings_of_inputs(plan: Plan, observation: Observation) -> list[Finding]:
         form = "the last size of a tensor without elements" if kind == "size" else "a tensor without axes"
         found.append(Finding("number", path, f"{path} varies: the program takes this Python number as {form}."))
     for path in varying_numbers(observation):
-        text = f"{path} has several values; export(model, observer) makes it an input, where a graph can follow it."
+        text = f"{path} has several values; export(model, observer) makes it an input if the graph can compute with it."
         found.append(Finding("several values", path, text))
     for path in plan.joined:
-        text = f"{path} is one input: its tensors, as many as are given, one after the other."
+        text = f"{path} is one input: its tensors, however many are given, are concatenated."
         found.append(Finding("joined", path, text))
     unused = ", ".join(plan.unused)
     if unused:

@@ -1,9 +1,9 @@
 """What Python code reads from tensors in a run: which of them, which sizes, how it compares these, and which code runs.
 
-Two runs of a model with the same operators may still decide by sizes in different ways: ``flag and x.shape[1] > 1000``
-asks only if there is a flag, and runs with short inputs do not show it. Comparisons of sizes show how they come out at
-other sizes; other code, such as ``math.sqrt(x.shape[1]) > 31``, is only known to have run. A trace does not notice that
-code makes text of a size, such as a key of a cache, so that is noted as well.
+Two runs of a model with the same operators may still branch on sizes in different ways: ``flag and x.shape[1] > 1000``
+compares the size only if there is a flag, and runs with short inputs do not show it. Comparisons of sizes show how they
+come out at other sizes; other code, such as ``math.sqrt(x.shape[1]) > 31``, is only known to have run. A trace does not
+notice that code makes text of a size, such as a key of a cache, so that is noted as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a model reads of its arguments besides sizes, dtypes, values and constants.
 
 A graph cannot see how a tensor lies in memory, whether it needs a gradient, of which class it is, whether two arguments
-are one tensor, or in which order a dict was filled. So the model is run with arguments that are alike except for one of
-these; where its result is another one, calls have to be like the one that the graph was traced with.
+are one tensor, or in which order a dict was filled. So the model is run with arguments that differ only in one of these
+properties; if the result changes, calls have to match the call that the graph was traced with in this property.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls without an attention mask: what they have in its place, and whether a mask of ones stands for it.
+"""Calls without an attention mask: which inputs they have instead, and whether a mask of ones is equivalent.
 
 ``generate`` drops a mask that is all ones (transformers 5.23), and passes positions that follow from the mask. Without
 a mask, transformers takes positions that do not increase for packed sequences. So a call that loses its mask needs the

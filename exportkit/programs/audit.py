@@ -99,7 +99,7 @@ def audit_sizes(traced: TracedProgram) -> Audit:
     for guard in sizes.unenforceable():
         place = ModelLine(guard.file, guard.line)
         where = f"{guard.file}:{guard.line} ({place.code})"
-        text = f"the branch at {where} depends on tensor values; the graph keeps the one that was traced."
+        text = f"the branch at {where} depends on tensor values; the graph always takes the traced side."
         limits.setdefault(text, Finding("limit", f"{guard.file}:{guard.line}", text))
     _require_ranges(traced, domain)
     return Audit(domain, tuple(limits.values()), refused, by_model, by_loop, between, tuple(crossings))
@@ -241,7 +241,7 @@ def _limit(condition: SizeCondition, more: str) -> Finding:
 def _hint(traced: TracedProgram, condition: SizeCondition) -> str:
     bounds = condition.bounds()
     if bounds is None:
-        return "change this line so that it does not decide by these sizes."
+        return "change this line so that it does not branch on these sizes."
     known = {size for size in traced.plan.variable(bounds[0]).seen if size is not None}
     if len(known) == 1:
         return f'change this line, or accept it: export(model, observer.plan().static("{bounds[0]}")).'

@@ -153,7 +153,7 @@ class CallCheck:
             if sizes[name]:
                 where = [path for path, names in self._shown.items() if path in absent and name in names]
                 raise ArgumentError(
-                    "The sizes of the inputs count elements of an input that is left out.",
+                    "The sizes of the inputs refer to elements of an input that was left out.",
                     where=next(iter(where), ", ".join(sorted(absent))),
                     expected=f"{name} = 0",
                     got=f"{name} = {sizes[name]}",

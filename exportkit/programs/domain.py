@@ -28,7 +28,7 @@ _SHORT = 60  # characters of a condition that is stated in a line with others
 
 @dataclass(frozen=True)
 class Domain:
-    """Where an exported graph may be used. Prints as a table.
+    """The calls that an exported graph accepts. Prints as a table.
 
     Attributes:
         inputs: The input tensors: dtype, sizes, and whether they may be left out.
@@ -37,13 +37,13 @@ class Domain:
         patterns: Which variables may be 0 or 1 together: tracing assumes sizes of 2 and more, so smaller ones are
             inside only if they were recorded, or shown to give the same result.
         constants: Python values that are part of the graph, by path.
-        values: What is required of the Python values of a call.
+        values: Requirements on the Python values of a call.
         absent: The sets of inputs that may be left out together, by path: those that recorded calls left out, and
             those for which the model was seen to return what the graph returns. Each has the variables that have to
             be 0 then, because they were in all recorded calls, and the model accepts no other sizes that were tried.
         returned: Numbers among the outputs that follow from sizes: expressions over the variables of the plan, by path.
         waived: Conditions that the trace recorded and that change nothing, so that they are not required.
-        traits: Further requirements on every input, such as being contiguous, because the model decides by them.
+        traits: Further requirements on every input, such as being contiguous, because the model branches on them.
     """
 
     inputs: tuple[DomainInput, ...]
@@ -187,9 +187,9 @@ class Domain:
         return replace(self, conditions=(*self.conditions, *required), waived=waived)
 
     def limits(self) -> list[str]:
-        """Returns where the graph may be used, in words: bounds of the variables, then conditions.
+        """Returns the limits of the graph in words: bounds of the variables, then conditions.
 
-        Conditions that leave out sizes are stated, but for long ones of torch's own code. The others are counted.
+        Conditions that exclude sizes are listed, except for long ones from torch's own code. The others are counted.
         """
         shown = [self._bounds(name) for name in self.ranges]
         others = [c for c in self.conditions if c.bounds() is None and c.text not in self._equivalent_bounds]
@@ -202,7 +202,7 @@ class Domain:
         shown += [c.text for c in stated]
         counts = {
             "longer condition{} on sizes": len(limiting) - len(stated),
-            "condition{} of the model's code that left out no size": sum(c.own and c not in limiting for c in others),
+            "condition{} of the model's code, excluding no sizes": sum(c.own and c not in limiting for c in others),
             "condition{} of torch's own code": sum(not c.own and c not in limiting for c in others),
         }
         single = {item for pattern in self.patterns if len(pattern.sizes) == 1 for item in pattern.sizes.items()}

@@ -120,7 +120,7 @@ def explained(request: Callable[[], TraceRequest] | None = None) -> Iterator[Non
             where=str(found.place or "outside of the model's code"),
             expected=found.expected,
             got=found.got,
-            hint="\n        ".join(text for text in (found.hint, file and f"all that torch says: {file}") if text),
+            hint="\n        ".join(text for text in (found.hint, file and f"full message of torch: {file}") if text),
         )
         better.request, better.details = error.request, details
         raise better from cause
@@ -198,7 +198,7 @@ def _data_dependent(error: BaseException, model: torch.nn.Module) -> Cause:
     names = ", ".join(sorted(unknown))
     if origin is not None and place is not None and (origin.file, origin.line) != (place.file, place.line):
         got += f";\n       {names} comes from {origin.file}:{origin.line}\n         {origin.code}"
-    return Cause(f"{_TRACE}: it decides by the values of a tensor.", place, None, got, _hint_for_values(code, origin))
+    return Cause(f"{_TRACE}: it branches on the values of a tensor.", place, None, got, _hint_for_values(code, origin))
 
 
 def _hint_for_values(code: str, origin: ModelLine | None) -> str:
@@ -266,9 +266,9 @@ def _raised(error: BaseException, model: torch.nn.Module) -> Cause:
     if ".numpy()" in str(error) or (place is not None and ".numpy()" in place.code):
         hint = "this use of NumPy cannot be traced: use torch's operations on tensors instead."
     elif "fake" in str(error).lower() and "impl" in str(error).lower():
-        hint = "the operator does not say the shape of its result: register it with torch.library.register_fake."
+        hint = "the operator does not declare the shape of its result: register it with torch.library.register_fake."
     return Cause(
-        f"{_TRACE}: {type(error).__name__} was raised in it.",
+        f"{_TRACE}: the trace raised {type(error).__name__}.",
         place,
         None,
         f"{type(error).__name__}: {lines}"[:_LONGEST_GOT],

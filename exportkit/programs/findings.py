@@ -20,7 +20,7 @@ from exportkit.rewrites.model_code import ModelLine, line_of_node
 from exportkit.trees import check_opened, first_name
 from exportkit.trees.structure import without_indices
 
-_SAME_NUMBERS = "With export(..., random_numbers=True), both are compared for the same numbers."
+_SAME_NUMBERS = "With export(..., random_numbers=True), both get the same numbers when they are compared."
 _OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}  # they read nothing of what they write to
 
 
@@ -31,7 +31,7 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
     for pattern, reason in traced.absences.refused.items():
         names = ", ".join(sorted(pattern))
         calls = ", ".join(map(str, recorded[pattern]))
-        text = f"calls {calls} leave out {names}, and no default stands for that ({reason}); the graph refuses them"
+        text = f"calls {calls} leave out {names}, and no default fits ({reason}); the graph refuses these calls"
         is_stored = min(recorded[pattern]) < len(traced.observation.calls)
         text += "." if is_stored else "; store more calls to serve them (store_n_calls)."
         findings.append(Finding("missing input", names, text))
@@ -66,7 +66,7 @@ def findings_of(traced: TracedProgram) -> list[Finding]:
         text = f"the model keeps its state on its modules; the graph takes it as {STATE} and returns it."
         findings.append(Finding("module state", STATE, text))
     elif traced.begins_anew:
-        text = "the model keeps a state on its modules; as in the recorded calls, each call of the graph begins anew."
+        text = "the model keeps state on its modules; as in the recorded calls, each call of the graph starts afresh."
         findings.append(Finding("module state", "", text))
     return findings
 
@@ -111,7 +111,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     """
     if kept := _buffers_kept_between_calls(traced.program):
         raise ExportError(
-            "The model keeps a state in its buffers: it changes them, and its result depends on what the call before "
+            "The model keeps state in its buffers: it changes them, and its result depends on what the previous call "
             "left in them.",
             where=", ".join(kept),
             expected="a result that depends on the inputs alone",
@@ -120,8 +120,8 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
     accepted = any(call.seed is not None for call in traced.observation.calls)
     if accepted and (decided := _decided_by_chance(traced.program)):
         raise ExportError(
-            "The model decides by random numbers: it takes one of several branches, of which the recorded calls show "
-            "some. The graph would refuse the others.",
+            "The model branches on random numbers, and the recorded calls show only some of the branches. The graph "
+            "would refuse the others.",
             where=", ".join(dict.fromkeys(map(str, decided))),
             expected="a choice among values that are computed in any case, such as torch.where",
             hint="record more calls, if there are only a few branches.",
@@ -140,7 +140,7 @@ def audit_effects(traced: TracedProgram) -> list[Finding]:
         text = (
             f"the model draws random numbers ({names}): results differ from run to run, in the model and in the graph. "
         )
-        text += "Both are compared for the same numbers." if accepted else _SAME_NUMBERS
+        text += "Both get the same numbers when they are compared." if accepted else _SAME_NUMBERS
         findings.append(Finding("random numbers", ", ".join(drawn), text))
     # outputs that share memory with an input in the model do not in the graph
     (returned,) = traced.program.graph.output_node().args

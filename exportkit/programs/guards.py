@@ -243,10 +243,10 @@ def _plain(condition: SizeCondition) -> SizeCondition:
     except PlanError:  # a long one takes minutes in every trace: nothing else is tried
         text, length = condition.text, len(condition.text)
         raise PlanError(
-            "The exported graph would serve sizes under a condition that cannot be stated.",
+            "The sizes that the exported graph would serve cannot be stated as a condition.",
             where=condition.place or f"{text[:100]}...",
             got=f"{length} characters" if length > _LONGEST_SHOWN else text,
-            hint="compute the sizes in a simpler way, or observe calls of one length: the graph is for that one.",
+            hint="compute the sizes in a simpler way, or observe calls of one length; the graph then serves these.",
         ) from None
     if not name:
         return condition

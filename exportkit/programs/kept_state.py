@@ -250,9 +250,9 @@ def with_module_state(
     buffers = [place.attribute in buffer_table(model.get_submodule(place.module)) for place in places.values()]
     if is_ambiguous and not all(buffers):  # a trace shows what becomes of buffers
         raise ExportError(
-            "The model's result depends on a state that it keeps, and the calls fit more than one first state.",
+            "The model's result depends on state that it keeps, and the calls fit more than one initial state.",
             where=", ".join(join(place.module, place.attribute) for place in places.values()),
-            expected="calls whose results show what the state was before the first one",
+            expected="calls whose results show what the state was before the first call",
             hint="take the state as an argument and return the new one, or observe calls in which it matters.",
         )
     return None

@@ -1,4 +1,4 @@
-"""Asks the model what a trace does not show of its arguments: which constants change nothing, and what else it reads.
+"""Runs the model to find what a trace does not show: which constants change nothing, and what else the model reads.
 
 A call may leave out a constant although the model's default differs: ``generate`` passes ``use_cache=True``
 where the default is None, and means the same. What a call leaves out has its default, so a graph serves such calls if

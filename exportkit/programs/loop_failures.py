@@ -17,8 +17,8 @@ from exportkit.rewrites.model_code import Line, ModelLine, is_model_code, parsed
 
 _REWRITES = Path(rewrites.__file__).parent
 _HINTS = {
-    "decides by": "compute both sides and choose with torch.where(condition, a, b).",
-    "changes the": "give the tensor its final shape and dtype before the loop.",
+    "branches on": "compute both sides and choose with torch.where(condition, a, b).",
+    "changes the": "create the tensor with its final shape and dtype before the loop.",
     "several slices": "keep all rows and columns, and use a mask in place of the slices.",
     "of a slice": "keep all rows, and use a mask in place of the slice.",
     "a slice may end": "pad the tensor to a multiple of the step before the loop.",
@@ -71,7 +71,7 @@ def deciding_line(error: BaseException | None) -> Line | None:
     text, _ = why_no_operator(error) or ("", [])
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     is_in_first_iteration = is_data_dependent(error) and any(file == loop_runs.__file__ for file, _ in frames)
-    if not is_in_first_iteration and "decides by the value" not in text:
+    if not is_in_first_iteration and "branches on the value" not in text:
         return None
     own = [place for place in (*frames, *lines_compiled(error)) if is_model_code(place[0])]
     return own[-1] if own else None
@@ -105,7 +105,7 @@ def _reason_at(file: str, line: int) -> Obstacle | None:
         return _reason_in_loop(tree, line)
     outer = [node for node in around[:-1] if not any(_is_class_at(part, line) for part in ast.walk(node))]
     if not around or isinstance(around[-1], ast.Lambda | ast.AsyncFunctionDef) or outer:
-        return Obstacle(line, "it is in a function inside of another one", "move this function out of the other one.")
+        return Obstacle(line, "it is in a nested function", "move this function out of the enclosing one.")
     return _reason(loops[0]) if loops else _reason_of_comprehension(inner[0])
 
 
@@ -141,7 +141,7 @@ def _reason_of_comprehension(node: _Comprehension) -> Obstacle | None:
     if isinstance(node, ast.SetComp | ast.DictComp):
         return Obstacle(node.lineno, "it makes a set or dict, whose length would be fixed", _WHOLE)
     if len(node.generators) > 1:
-        return Obstacle(node.lineno, "it has several loops in one expression", "write one loop in the other.")
+        return Obstacle(node.lineno, "it has several loops in one expression", "write nested loops.")
     if node.generators[0].ifs:
-        return Obstacle(node.lineno, "it picks elements by a condition", _WHOLE)
+        return Obstacle(node.lineno, "it filters elements by a condition", _WHOLE)
     return None

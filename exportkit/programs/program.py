@@ -356,7 +356,7 @@ def _no_error_caught() -> Iterator[None]:
             place = ModelLine(caught.tb_frame.f_code.co_filename, caught.tb_lineno)
             noted.clear()
             raise ExportError(
-                "The model decides by the values of a tensor, and catches the error that a trace raises there.",
+                "The model branches on the values of a tensor, and catches the error that this raises in a trace.",
                 where=str(place),
                 expected="code that takes the same branch in a trace as in eager mode",
                 hint="compute both results, and choose with torch.where; or decide outside of the model.",

@@ -360,4 +360,4 @@ def value_branch(call: Call, start: SizeReads, known: Sequence[SizeReads], compa
             difference, _ = compared(tried, {place: not outcome})
             if difference:
                 return f"it branches on the values of a tensor, and only one branch is known ({line_text(place)})"
-    return f"it reads numbers from tensors, which may decide anything ({min(numbers)})" if numbers else ""
+    return f"it reads numbers from tensors, with unknown effects ({min(numbers)})" if numbers else ""

@@ -210,13 +210,13 @@ def _unlike(found: Mismatch) -> ArgumentError:
         what, hint = "No recorded call gave this value.", "observe a call that gives it, then export again."
     elif "a tensor" in (found.expected, found.got):
         what, hint = (
-            "An argument is not of the kind that the graph was exported with.",
+            "An argument has a different type from the one that the graph was exported with.",
             "give it as in the recorded calls.",
         )
     else:
-        what = "The graph was exported with another value of this constant."
+        what = "The graph was exported with a different value of this constant."
         if found.expected == found.got:
-            hint = "the two values print alike but are not equal, or cannot be compared; export again with this value."
+            hint = "both values print the same but are not equal, or cannot be compared; export again with this value."
     return ArgumentError(what, where=found.path, expected=found.expected, got=found.got, hint=hint)
 
 

@@ -91,9 +91,7 @@ def _versions() -> str:
 def _needs(request: TraceRequest) -> str:
     cls = type(request.model)
     lines = [f"{cls.__module__} must be importable: put its folder on PYTHONPATH.\n"] if _is_importable(cls) else []
-    lines += (
-        ["The rewrites that were in force are exportkit's, so that it must be installed.\n"] if request.rules else []
-    )
+    lines += ["The trace used rewrites of exportkit, so exportkit must be installed.\n"] if request.rules else []
     return "".join(lines)
 
 

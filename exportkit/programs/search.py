@@ -196,7 +196,7 @@ class Search(SearchState):
         if larger:
             example, _ = chosen(larger=True)
             if example.outputs.paths != self._example.outputs.paths:
-                raise ExportError("The model returns something else at larger sizes.")
+                raise ExportError("The model returns a different structure at larger sizes.")
         if between:
             example, _ = chosen(between=True)
             if example.sizes == self._example.sizes:

@@ -5,8 +5,8 @@ left out, the other side of a condition. There, the model is compared with the p
 may compare sizes in lines that the trace never reached. These comparisons are recorded, and the model is run at sizes
 for which each of them has the opposite result.
 
-Other code that the trace never reached may decide by sizes in ways that are not seen. So may any code that makes text
-of a size. There, the model is run at much larger sizes, and at the numbers in the code.
+Other code that the trace never reached may branch on sizes in ways that are not recorded, and so may any code that
+turns a size into text. There, the model is run at much larger sizes, and at the numbers in the code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_ELEMENTS = 2**22  # of all inputs together
 # have less than half as many for the largest vocabularies; attention over all pixels of 67 images has far more.
 _LARGEST_TENSOR = 2**27
 
-UNTRIED = "it decides by sizes that take too long to be tried"
+UNTRIED = "it branches on sizes that would take too long to try"
 _MOST_LEVELS = 4  # of resolution that are taken to compute equally much; a few of them do most of the work
 _MOST_COMPARISONS = 64  # whose other result is looked for; a path beside the trace rarely has more than one of its own
 _MOST_NEAR = 17  # sizes below this are tried where code turns sizes into plain numbers, whose comparisons are not seen

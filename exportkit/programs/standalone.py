@@ -43,7 +43,7 @@ def build_model(model: dict[str, Any]) -> Any:
     elif model["arguments"] is not None:
         built = cls(**model["arguments"])
     else:
-        sys.exit(f"Nothing says how {model['name']} is built: do it in build_model().")
+        sys.exit(f"It is not known how {model['name']} is built: build it in build_model().")
     built = built.to(getattr(torch, model["dtype"])) if model["dtype"] else built
     return built.train(model["training"]).requires_grad_(False)
 

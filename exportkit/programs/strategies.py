@@ -203,7 +203,7 @@ def _with_static_lengths(plan: BoundPlan) -> BoundPlan | None:
         return None
     for name in extended:
         plan = plan.static(name)
-    text = f"torch.export fixed {', '.join(extended)}, which no recorded call varied; static at the recorded size."
+    text = f"torch.export fixed {', '.join(extended)}, which had one size in all recorded calls; static at that size."
     return plan.with_findings([Finding("fixed by the trace", ", ".join(extended), text)])
 
 

@@ -37,11 +37,11 @@ def with_weights(model: torch.nn.Module, weights: str | os.PathLike[str] | None)
     wrappers = [(name, tensor) for name, tensor in _tensors(model) if wraps_tensors(tensor)]
     if wrappers:
         raise InvalidRequestError(
-            "Weights that hold several tensors, such as quantised ones, have no place in a graph.",
+            "Weights that consist of several tensors, such as quantised ones, cannot be part of a graph.",
             where=first_of([name for name, _ in wrappers], 3),
             expected="plain tensors",
             got=type(wrappers[0][1]).__name__,
-            hint="take them apart before the calls are recorded, for instance with "
+            hint="unwrap them before the calls are recorded, for instance with "
             "torchao.utils.unwrap_tensor_subclass(model), or export the model as it was before and pass weights= to "
             "to_onnx.",
         )

@@ -262,8 +262,8 @@ def distance_from_float32(graph: OnnxGraph) -> Iterator[str]:
         dtypes = [dtype_name(dtype) for dtype in graph.half_dtypes]
         yield (
             f"the model computes in {' and '.join(dtypes)}: its results in the recorded calls are "
-            f"{max(worst(found).error for found in figures if found):.2g} from those in float32, relative to these, "
-            "as a root mean square."
+            f"{max(worst(found).error for found in figures if found):.2g} away from the results in float32 (relative "
+            "root mean square)."
         )
 
 
@@ -301,7 +301,7 @@ def farther_from_float32(
         if true is None or true.shape != model.shape:
             apart = torch.where(visible, elements_apart(model, returned), 0.0)
             if bool((apart > usual_bound(model)).any()):
-                found[path] = "it is off by more than is usual, and what the model returns in float32 is not known"
+                found[path] = "its error is larger than usual, and the result of the model in float32 is not known"
             continue
         visible = visible & true.isfinite() & model.isfinite()
         true = torch.where(visible, true, 0.0)

@@ -1,8 +1,8 @@
 """Decides whether a difference is caused by sizes, or by inputs that are left out: these then leave the domain.
 
-A runtime need not do there what torch does: the standard deviation of one element is an example. But the values of a
-call may be the cause as well, and then no call is proven. So what leaves the domain has to be right with the same kind
-of values at other sizes, and with all inputs given.
+A runtime may behave differently from torch there; an example is the standard deviation of one element. But the values
+of a call may be the cause as well, and then no call is proven. So what leaves the domain has to be right with the same
+kind of values at other sizes, and with all inputs given.
 """
 
 from __future__ import annotations

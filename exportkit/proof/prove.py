@@ -1,4 +1,4 @@
-"""Proves exported graphs on the recorded calls and at sizes that were never run; the model itself is the truth."""
+"""Proves exported graphs on the recorded calls and at sizes that were never run; the model itself is the reference."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ def _known(graph: OnnxGraph, call: Call) -> Call:
         return replace(call, seed=None)
     if graph.eager is None:
         raise InvalidRequestError(
-            "The model drew random numbers in these calls, which are not known.",
+            "The model drew random numbers in these calls, and these numbers are not known.",
             where="data",
-            hint="verify the graph where the model is at hand, which then runs the calls again.",
+            hint="verify the graph where the model is available; it then runs the calls again.",
         )
     return answered(graph.eager.model, graph.eager.method, call)
 

@@ -101,7 +101,7 @@ class Lossy:
             raise InvalidRequestError(
                 "Quantised activations cannot be combined with `dtype`.",
                 where="dtype",
-                expected="None, as activations are quantised",
+                expected="None, because activations are quantised",
                 got=half,
             )
         return cls(quantisation, half, budget, given)
@@ -173,9 +173,9 @@ def _lossy_graph(graph: OnnxGraph, lossy: Lossy, verify: bool) -> OnnxGraph:
     logits = tuple(outputs[name] for name in heads_of(model, outputs))
     if lossy.budget.keys() & {"top1", "kl"} and not logits:
         raise InvalidRequestError(
-            "The budget needs logits, and the graph returns none.",
+            "The budget requires logits, but the graph returns none.",
             where="accuracy",
-            expected="an output that a linear layer makes",
+            expected="an output that a linear layer computes",
             got=", ".join(graph.contract.outputs),
             hint='give a limit of the error instead: accuracy={"error": 0.01}.',
         )

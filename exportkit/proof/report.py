@@ -57,8 +57,8 @@ class Row:
     """One call, in eager mode and in onnxruntime.
 
     Attributes:
-        kind: Whether the call was recorded, was given as further data, has sizes that were never run, or went through
-            all parts; or whether the row is about a run of an application, with all its calls.
+        kind: What the row is about: a recorded call, a call in further data, a call at sizes that were never run, a
+            call that went through all parts, or a run of an application with all its calls.
         label: The recorded call's number, or what the sizes stand for.
         sizes: Sizes of the variables.
         status: ``proven``; ``measured``: the graph is quantised, and ``figures`` say how far it is from the model;
@@ -69,7 +69,7 @@ class Row:
         eager_seconds: Duration of the model.
         onnx_seconds: Duration of onnxruntime.
         outputs: Largest absolute difference of each output, by its path.
-        figures: Of a quantised graph, how far each output is from the model's, by its path.
+        figures: For a quantised graph, how far each output is from the model's, by its path.
         locator: Finds the module where a difference begins; None if there is nothing to find.
     """
 
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        """Whether the graph returns what the model does, or about that if it is quantised."""
+        """Whether the graph returns what the model returns, or approximately that if it is quantised."""
         return self.status in ("proven", "measured")
 
     @property
@@ -125,7 +125,7 @@ class Report:
         findings: What users should know, such as constants that are part of the graph.
         parts: Reports of the parts that feed the model and, if there are several graphs, of each graph, by name.
         attempts: The strategies that were tried to export the model, in order, each with its outcome.
-        limits: Where the graph may be used, in words.
+        limits: For which calls the graph may be used, in words.
         quantised: How the graph was quantised; None if it was not.
     """
 
@@ -163,7 +163,7 @@ class Report:
         return found
 
     def problems(self) -> tuple[str, ...]:
-        """Returns the reasons why nothing is proven, one sentence each."""
+        """Returns the reasons why the graph is not proven, one sentence each."""
         wrong = [row for row in self.rows if row.is_wrong]
         found = [f"{row.kind} call {row.label}: {row.status}, {row.where}" for row in wrong]
         recorded = [row for row in self.rows if row.kind == "recorded"]
@@ -231,7 +231,7 @@ class Report:
         return html_of(html_verdict(self.verdict(), self.ok), *parts, rows, notes)
 
     def lines(self) -> list[str]:
-        """Returns where the graph may be used, the table of the calls, the findings and the attempts."""
+        """Returns the limits of the graph, the table of the calls, the findings and the attempts."""
         if not self.rows and self.parts:
             return [f"note: {text}" for text in self.findings] + [f"tried: {text}" for text in self.attempts]
         lines = aligned([_HEADER, *map(_cells, self.rows)], ruled=True)

@@ -7,7 +7,7 @@ A trace cannot know which branch such a line takes, and there are two kinds of l
 - A check, one side of which does nothing but raise. A graph goes on with the other side, and asserts that this is the
   model's. It may test a tensor, or a number that was read from one: ``if mask.sum().item() != len(rows): raise``.
 
-Decisions by sizes become conditions of the graph: what the code asks about sizes is noted here.
+Branches on sizes become conditions of the graph: the comparisons of sizes in the code are recorded here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Caches in a trace: sliding windows of symbolic length, and one graph for the first call and for later ones.
 
 transformers counts cached tokens in Python ints and asks its caches whether this is the first call. A trace freezes
-both, so that its graph would serve prefill or decoding, but not the two.
+both, so that its graph would serve prefill or decoding, but not both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The execution paths of calls: what the code of a model decides by the values of tensors, as noted in eager mode."""
+"""The execution paths of calls: the branches on tensor values that a model takes, as recorded in eager mode."""
 
 from __future__ import annotations
 

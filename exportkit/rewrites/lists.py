@@ -1,4 +1,4 @@
-"""Lists, loops and lengths that a model makes in Python, which would fix an axis that varies; mixtures of experts.
+"""Lists, loops and lengths in the Python code of a model that would fix an axis that varies; mixtures of experts.
 
 Encoders iterate over the images (``list(features)``) or split rows at sizes that they read from a tensor, and later
 concatenate the list again. A trace has no list of symbolic length, so here such a list holds everything as one tensor.

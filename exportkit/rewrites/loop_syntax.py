@@ -1,4 +1,4 @@
-"""What the source of loops is read and written with: questions to a syntax tree, and short names for its nodes."""
+"""Helpers to read and write the source of loops: queries on a syntax tree, and short names for its nodes."""
 
 from __future__ import annotations
 

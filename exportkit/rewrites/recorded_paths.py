@@ -1,8 +1,8 @@
 """Decisions by the values of tensors, such as ``if x.max() > 1:``, in one graph with all recorded branches.
 
 The recorded calls show which execution paths there are. A trace runs the model once for each, and where two of them
-part, the graph chooses between their results by what the model asks there. A decision that all recorded calls made
-alike is asserted, so that a graph refuses a call that would take another branch.
+part, the graph chooses between their results by the condition of the model. A decision with the same outcome in all
+recorded calls is asserted, so that the graph fails for a call that would take a different branch.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _modules_unchanged(model: torch.nn.Module) -> Iterator[None]:
             table.update(entries)
     if before != after:
         raise ExportError(
-            "The model decides by the values of a tensor, and writes to its buffers.",
+            "The model branches on the values of a tensor, and writes to its buffers.",
             hint="record only calls that take the same branch; the graph then rejects the others.",
         )
 
@@ -297,7 +297,7 @@ def _select(
     place, condition, _ = run.decisions[depth]
     if any(other.decisions[depth].place != place for other, _ in runs):
         raise ExportError(
-            "The model's branches on tensor values come in a different order when it runs again.",
+            "The model branches on tensor values in a different order when it runs again.",
             where=line_text(place),
         )
     parts = {

@@ -1,4 +1,4 @@
-"""The table of rewrites: what cannot be traced as it is, how a model is recognised that needs it, and what replaces it.
+"""The table of rewrites: what cannot be traced as it is, how a model that needs it is recognised, and what replaces it.
 
 A rewrite changes nothing of what the model computes, is reported, and is undone. It is keyed by the structure of the
 model and its arguments, never by the name of a model.
@@ -92,7 +92,7 @@ REWRITES = (
         matches=lambda model, _: any(map(can_choose_experts, model.modules())),
     ),
     Rewrite(
-        "encoder states projected as far as uncached",
+        "only uncached encoder states projected",
         caches.masks_over_states,
         argument="encoder_outputs",
         matches=caches.has_cross_cache,
@@ -176,14 +176,14 @@ REWRITES = (
         packed_sequences.projected_layers,
         matches=packed_sequences.has_projected_layers,
     ),
-    Rewrite("strongest keys picked at any number of them", attention.symbolic_top_k, parts=(attention.TOP_K_METHOD,)),
+    Rewrite("top-k attention over any number of keys", attention.symbolic_top_k, parts=(attention.TOP_K_METHOD,)),
     Rewrite(
-        "masks applied without looking for causal ones",
+        "masks applied without a check for causal masks",
         attention.skipped_causal_check,
         matches=attention.has_torch_transformer,
     ),
     Rewrite(
-        "attention of tokens that see nothing as in torch's kernels for inference",
+        "fully masked rows as in torch's inference kernels",
         attention.nan_for_hidden_rows,
         matches=lambda model, _: any(isinstance(part, torch.nn.MultiheadAttention) for part in model.modules()),
     ),
@@ -192,7 +192,7 @@ REWRITES = (
 # The rest is chosen by `exportkit.export` for what a call does not show.
 
 # Placeholders in the token ids stand for rows of an input, which their values show.
-FEATURE_ROWS = Rewrite("features scattered as far as there are any", images.guarded_scatter)
+FEATURE_ROWS = Rewrite("placeholders without features left as they are", images.guarded_scatter)
 
 # A list is made along an axis that varies, which a run of the model shows.
 LISTS_OF_ONE = Rewrite("lists as one tensor", lists.lists_of_one)
@@ -203,7 +203,7 @@ ALL_EXPERTS = Rewrite("loops over the chosen experts as loops over all", lists.l
 ALL_BUT_NONE = Rewrite(ALL_EXPERTS.name, functools.partial(lists.loops_over_all, left_out=1))
 
 # Branches such as `if mask.any()` that change nothing where they need not be taken; the lines are found by running.
-EVERY_BRANCH = Rewrite("branches by any() and all() taken in every case", branches.decisions_made)
+EVERY_BRANCH = Rewrite("branches on any() and all() always taken", branches.decisions_made)
 NEVER_EMPTY = Rewrite("branches for empty selections never taken", empty_selections.never_empty)
 RECORDED_PATHS = Rewrite("both results of decisions by values", recorded_paths.recorded_paths)
 ONE_PATH = "decisions by values asserted to be as in all recorded calls"
@@ -219,7 +219,7 @@ SYMBOLIC_LENGTHS = Rewrite("lengths of tensors kept symbolic", lengths.symbolic_
 ARRAYS = Rewrite("arrays of numpy as tensors", arrays.arrays_as_tensors)
 LOOPS = Rewrite("loops over a length as one operator", loops.loops_as_operators)
 NUMBER_CHECKS = Rewrite("checks of numbers read from tensors as assertions", branches.checks_of_numbers)
-COUNTS = Rewrite("counts of as many values as expected", branches.expected_counts)
+COUNTS = Rewrite("value counts of the expected length", branches.expected_counts)
 MANY_VALUES = Rewrite("selections of values that are neither empty nor single", branches.many_values)
 BUFFER_VALUES = Rewrite("buffers and sizes read as numbers", lambda _: contextlib.nullcontext())
 GRADIENTS = Rewrite("gradients computed in the graph", lambda _: contextlib.nullcontext())

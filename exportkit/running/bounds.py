@@ -1,4 +1,4 @@
-"""How far results may be apart and count as equal: bounds that follow the numbers.
+"""Bounds on the difference of results that count as equal; they depend on the values.
 
 A bound is relative to the scale of the values around an element. `rounding_bound` allows for the rounding errors of
 well-conditioned code, and a proof measures what a model adds to them (`exportkit.proof.leeway`). `usual_bound` is for

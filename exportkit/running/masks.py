@@ -1,7 +1,7 @@
 """Attention masks: which positions of a tensor they hide.
 
-That a mask hides a position does not say that its value is arbitrary: `exportkit.proof.leeway` asks the model. Where
-there is no model to ask, the mask is all that is known.
+A hidden position does not necessarily have an arbitrary value: `exportkit.proof.leeway` runs the model to find out.
+Without a model, the mask is the only information.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def placed(
     place = _device(device)
     if options is not None and not isinstance(options, module.SessionOptions):
         raise InvalidTypeError(
-            "Wrong session options.",
+            "Invalid session options.",
             where="session_options",
             expected="an onnxruntime.SessionOptions",
             got=type(options).__name__,

@@ -1,4 +1,4 @@
-"""Says what a runner is, and puts the one question to two of them: do they return the same for these calls?"""
+"""Defines `Runner`, and compares two runners: whether they return the same results for given calls."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class GraphSession:
                 )
             if feeds[name].is_meta or feeds[name].layout is not torch.strided:
                 raise InvalidTypeError(
-                    f"{self.runtime} takes dense tensors that have values.",
+                    f"{self.runtime} requires dense tensors with values.",
                     where=name,
                     got="a tensor on the meta device" if feeds[name].is_meta else str(feeds[name].layout),
                 )
@@ -316,7 +316,7 @@ class Session(GraphSession):
                 self._open(disabled_optimizers=[_FUSION_NOT_FOR_EMPTY])
         if is_empty and self._dangers and not self._dangers[0]:
             raise RuntimeFailure(
-                "onnxruntime would end the process: its operators GRU and LSTM do not take empty inputs.",
+                "onnxruntime would crash: its operators GRU and LSTM do not accept empty inputs.",
                 where=shapes_text(given),
                 hint="call the model itself for empty inputs.",
             )

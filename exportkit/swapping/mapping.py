@@ -65,7 +65,7 @@ def register_patch_mapping(mapping: Mapping[Key, type[torch.nn.Module]], overwri
     """
     if not isinstance(mapping, Mapping):
         raise InvalidTypeError(
-            "Replacements are given as a mapping.", expected="a dict of classes by key", got=type(mapping).__name__
+            "Replacements must be given as a mapping.", expected="a dict of classes by key", got=type(mapping).__name__
         )
     entries = {key: _entry(key, replacement) for key, replacement in mapping.items()}
     with _lock:
@@ -132,7 +132,7 @@ def built_in_rewrites(names: Iterable[str]) -> list[Rewrite]:
             )
         if BUILT_IN[name].adapt is not None:
             raise InvalidRequestError(
-                f"The rewrite {name!r} changes the arguments of a trace, so it works inside export() only."
+                f"The rewrite {name!r} changes the arguments of a trace, so it only works inside export()."
             )
     return [BUILT_IN[name] for name in names]
 

@@ -45,7 +45,7 @@ class Swap:
     """One replacement in force.
 
     Attributes:
-        where: Path of the module in the model, or the dotted name that stands for the class.
+        where: Path of the module in the model, or the dotted name that refers to the class.
         original: The class as it was.
         replacement: The class in its place.
         key: The key of the registry that matched.
@@ -155,7 +155,7 @@ def _in_model(model: torch.nn.Module, registered: Sequence[Entry]) -> tuple[list
             continue
         if "forward" in vars(module):
             raise PatchError(
-                f"{path or 'the model'} cannot be swapped: the instance's own `forward` hides that of its class.",
+                f"{path or 'the model'} cannot be swapped: its own `forward` hides the `forward` of its class.",
                 hint="leave the context that replaced it first.",
             )
         how = "rebuilt" if is_rebuilt(entry.replacement) else "class"
@@ -171,7 +171,7 @@ def _rebuilt(model: torch.nn.Module, module: torch.nn.Module, entry: Entry) -> l
     places = [slot for slot in slots if original_in(slot) is module]
     if not places:
         raise PatchError(
-            f"{qualified_name(type(module))} cannot be rebuilt: it is the model itself, which no module holds.",
+            f"{qualified_name(type(module))} cannot be rebuilt: it is the model itself, and no module contains it.",
             hint="apply the patches to a module that has it as a child.",
         )
     now = places[0].read()

@@ -162,7 +162,7 @@ def unfilled_layers(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def set_stored_length(cache: Any, length: int) -> None:
-    """Sets what Python knows about the cached tokens and the tensors need not show.
+    """Sets the Python attributes that describe the cached tokens and that cannot be derived from the tensors.
 
     That is the counter of a sliding window, whether a layer was ever filled, and whether the encoder's part of an
     encoder-decoder cache is filled.

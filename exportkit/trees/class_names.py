@@ -47,7 +47,7 @@ def find_class(name: str, accepted: Callable[[Any], bool] | None = None, expecte
         TreeError: if there is no such class, or its module is not loaded.
     """
     module, _, qualified = name.partition(":")
-    cause: object = "not loaded, and reading a file loads no module from elsewhere"
+    cause: object = "not imported, and reading a file does not import other modules"
     found: Any = sys.modules.get(module)
     if found is None and module.partition(".")[0] in _IMPORTED:
         try:

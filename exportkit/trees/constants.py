@@ -289,7 +289,7 @@ def check_opened(name: str, tree: Tree) -> None:
             raise UnregisteredClassError(
                 f"An object of class {type(leaf).__name__} holds tensors that cannot be inputs or outputs of a graph.",
                 where=join(name, path),
-                expected="what can be built again from its attributes, or a class registered with torch's pytree",
+                expected="an object that can be rebuilt from its attributes, or a class registered with torch's pytree",
                 got=f"{home} with tensors in {inside}{reason and f': {reason}'}",
                 hint="torch.utils._pytree.register_pytree_node(cls, flatten, unflatten), before the model runs; "
                 "for a dataclass torch.export.register_dataclass(cls).",

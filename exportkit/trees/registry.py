@@ -36,7 +36,7 @@ def register_flattening_functions(patch_transformers: bool = False) -> Iterator[
     """Registers cache classes with torch's pytree and with optree for the duration of a ``with`` block.
 
     These are the cache classes of transformers (DynamicCache, StaticCache, EncoderDecoderCache, ...), their subclasses
-    in models that are loaded, and the classes of other objects that were found in recorded calls. A registered cache
+    in models that are loaded, and the classes of other objects in recorded calls. A registered cache
     flattens to its tensors in the order of its layers, without copies: for a plain DynamicCache ``keys, values`` of
     layer 0, then of layer 1, and so on. Contexts can be nested, left in any order, and entered from several threads;
     each undoes its own registrations only. Inside the context ``torch.export.load`` can also read programs that take

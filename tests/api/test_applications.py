@@ -153,8 +153,13 @@ class TestObserve:
             ({"unet": 3}, {}, InvalidTypeError, r"\(vae, 'decode'\)"),
             ({"a/b": nn.Linear(1, 1)}, {}, InvalidRequestError, "'a/b'"),
             ({"vae": (VAE(), "decipher")}, {}, UnknownMethodError, "decipher"),
-            ({"vae": VAE()}, {"parts": "auto"}, InvalidRequestError, "parts is for a single model"),
-            ({"vae": VAE()}, {"method_name": "decode"}, InvalidRequestError, "method_name is for a single model"),
+            ({"vae": VAE()}, {"parts": "auto"}, InvalidRequestError, "parts is only supported for a single model"),
+            (
+                {"vae": VAE()},
+                {"method_name": "decode"},
+                InvalidRequestError,
+                "method_name is only supported for a single model",
+            ),
         ],
     )
     def test_wrong_applications_are_refused_before_anything_is_observed(self, application, options, error, text):
@@ -334,7 +339,7 @@ class TestExport:
             saved[1].in_place_of(application)
 
     def test_options_of_a_single_model_are_refused(self, pipe, observer):
-        with pytest.raises(InvalidRequestError, match="outputs is for a single model"):
+        with pytest.raises(InvalidRequestError, match="outputs is only supported for a single model"):
             exportkit.export(pipe, observer, outputs={"x": "unet"})
 
     def test_another_application_than_the_observed_one_is_refused(self, observer):

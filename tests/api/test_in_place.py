@@ -139,9 +139,9 @@ def test_one_module_does_not_serve_as_two(given, tmp_path):
     with observer(models):
         models["a"](x), models["b"](x)
     graph = exportkit.export(models, observer).save(tmp_path / "out")
-    with pytest.raises(InvalidRequestError, match=r"a\.forward and b\.forward are methods of two modules"):
+    with pytest.raises(InvalidRequestError, match=r"a\.forward and b\.forward are methods of different modules"):
         graph.in_place_of(given(models))
-    with pytest.raises(InvalidRequestError, match="one was given for both"):
+    with pytest.raises(InvalidRequestError, match="one module was given for both"):
         exportkit.export(given(models), observer)
 
 
@@ -284,7 +284,7 @@ class TestAComparisonInTheReport:
         assert report.problems()[0].startswith("application call run: differs, result: ")
 
     def test_anything_else_is_refused(self, export, tmp_path):
-        with pytest.raises(InvalidTypeError, match="what compare_runs returned"):
+        with pytest.raises(InvalidTypeError, match="the RunComparison that compare_runs returned"):
             export.save(tmp_path / "out", compared=True)
         assert not (tmp_path / "out").exists()
 

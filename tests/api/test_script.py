@@ -224,7 +224,7 @@ class TestNotProven:
         result = run(script(CLASSIFIER), "2", "--observe", "app.model", "--out", tmp_path / "out")
         assert result.exit_code == 1
         assert "where: --observe app.model" in result.stderr
-        assert "is found without --observe" in result.stderr
+        assert "leave out --observe to find models" in result.stderr
 
     def test_another_method_than_the_observed_one_is_named(self, script, tmp_path):
         text = PIPELINE.partition("    class Pipe")[0] + "    vae = Vae()\n    vae.decode(torch.ones(2, 3))\n"
@@ -248,7 +248,7 @@ class TestNotProven:
 
             del math.runs
         assert result.exit_code == 1, result.output
-        assert last_line(result).startswith("NOT PROVEN: call 0 of Classifier returns something else; 2 calls: ")
+        assert last_line(result).startswith("NOT PROVEN: call 0 of Classifier returns a different result; 2 calls: ")
 
 
 class TestUsage:

@@ -468,7 +468,7 @@ def test_another_version_is_named(tmp_path, data, got):
     with pytest.raises(ObservationError) as raised:
         Observation.load(tmp_path)
     assert str(raised.value) == (
-        "Not an observation that this version reads.\n"
+        "This version cannot read an observation of this format.\n"
         f"  where: {tmp_path / 'observation.json'}\n"
         "  expected: exportkit-observation 4\n"
         f"  got: {got}"
@@ -589,7 +589,7 @@ def test_class_of_a_module_that_is_not_loaded_is_named(tmp_path):
     assert str(raised.value) == (
         "calls[0].arguments.x: Class Inputs belongs to a module that is not available.\n"
         "  where: module their.model\n"
-        "  got: not loaded, and reading a file loads no module from elsewhere\n"
+        "  got: not imported, and reading a file does not import other modules\n"
         "  hint: import their.model first, in the version with which the file was written."
     )
 

@@ -201,7 +201,7 @@ class TestErrors:
     @pytest.mark.parametrize(("names", "got"), [(["x", "maks"], "maks"), (["y"], "y"), ([], "no tensors")])
     def test_tensors_that_the_model_does_not_take(self, tmp_path, names, got):
         save_file({name: torch.ones(2) for name in names}, tmp_path / "call.safetensors")
-        with pytest.raises(InvalidRequestError, match=rf"does not take(.|\n)*expected: x, mask\n  got: {got}"):
+        with pytest.raises(InvalidRequestError, match=rf"does not accept(.|\n)*expected: x, mask\n  got: {got}"):
             data_run(Plain(), tmp_path, [tmp_path / "call.safetensors"])
 
     def test_tensors_of_any_name_for_a_model_that_takes_them(self, tmp_path):

@@ -209,7 +209,7 @@ class TestLoad:
 
     def test_another_constant_is_refused(self, nested):
         *_, folder = nested
-        with pytest.raises(ArgumentError, match="exported with another value"):
+        with pytest.raises(ArgumentError, match="exported with a different value"):
             exportkit.load(folder)(**{**call(2, 3), "scale": 3.0})
 
     def test_it_proves_recorded_and_unseen_calls_without_the_model(self, nested):

@@ -114,7 +114,8 @@ class TestSlidingWindow:
         assert not (tmp_path / "out" / "genai_config.json").exists()
         note = (
             "note: no genai_config.json: onnxruntime-genai cannot run this model, because the caches hold a sliding "
-            'window, and it keeps every token; save(folder, runtime="genai") exports it with full caches.\n'
+            'window, but onnxruntime-genai keeps every token; save(folder, runtime="genai") exports it with full '
+            "caches.\n"
         )
         assert note in (tmp_path / "out" / "report.txt").read_text()
 

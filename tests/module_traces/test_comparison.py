@@ -213,7 +213,7 @@ def test_traces_without_a_call_in_common_are_refused():
         "These traces have no module call in common.\n"
         "  expected: the model, embed, layers.0, layers.0.up, ...\n"
         "  got: no call\n"
-        '  hint: say which paths of the second are which of the first: names={"^model[.]": "", "query": "q_proj"}.'
+        '  hint: map paths of the second trace to paths of the first: names={"^model[.]": "", "query": "q_proj"}.'
     )
 
 

@@ -105,7 +105,7 @@ def test_constants_and_a_single_call_are_findings():
     )
     assert [finding.text for finding in plan.findings] == [
         "keep=1 is baked into the graph.",
-        "only one call was recorded, so no size was seen to vary.",
+        "only one call was recorded, so it is not known which sizes vary.",
     ]
 
 

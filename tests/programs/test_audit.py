@@ -64,7 +64,7 @@ def test_an_axis_that_became_static_unseen_is_an_error(linear):
         "The exported graph serves less than the plan promises: batch == 3 only.\n"
         "  expected: batch 2 too, as in recorded call 0\n"
         "  got: 2\n"
-        "  hint: change this line so that it does not decide by these sizes."
+        "  hint: change this line so that it does not branch on these sizes."
     )
 
 
@@ -84,7 +84,7 @@ def test_recorded_sizes_that_the_trace_ties_otherwise_are_an_error():
         "  expected: a_axis_1 4, b_axis_1 9 too, as in recorded call 0\n"
         "  got: 9 and 2 * 4 = 8"
     )
-    assert text.endswith("  hint: change this line so that it does not decide by these sizes.")
+    assert text.endswith("  hint: change this line so that it does not branch on these sizes.")
 
 
 def test_a_limit_that_the_model_does_not_have_is_in_the_domain_and_a_finding(tmp_path):
@@ -261,7 +261,7 @@ def test_state_in_a_buffer_is_refused():
     model = _Largest()
     observer = observed(model, *rows((2, 5), (3, 5)))
 
-    with pytest.raises(ExportError, match="keeps a state in its buffers") as caught:
+    with pytest.raises(ExportError, match="keeps state in its buffers") as caught:
         exportkit.export(model, observer)
 
     assert "largest" in str(caught.value)

@@ -203,7 +203,7 @@ def test_a_plan_without_its_calls_is_refused():
     plan = observe(model, ((torch.ones(3, 4),), {})).plan()
     assert exportkit.export(model, plan).sizes == {"batch": 3}
 
-    with pytest.raises(PlanError, match="does not know the calls"):
+    with pytest.raises(PlanError, match="is not bound to the calls"):
         exportkit.export(model, plan.plan)
 
 
@@ -455,7 +455,7 @@ def test_a_decision_by_values_whose_error_the_model_catches_is_not_exported():
     with observer(model):
         for rows in (2, 3):
             model(torch.randn(rows, 5))
-    with pytest.raises(ExportError, match=r"catches the error that a trace raises there\.\n.*test_export\.py"):
+    with pytest.raises(ExportError, match=r"catches the error that this raises in a trace\.\n.*test_export\.py"):
         exportkit.export(model, observer)
 
 

@@ -39,7 +39,7 @@ def golden(error):
     text = str(error)
     for file, number, code in _PLACE.findall(text):
         assert linecache.getline(file, int(number)).strip() == code.removesuffix(";")  # another reason follows
-    text = re.sub(r"all that torch says: \S+", "all that torch says: FILE", text)
+    text = re.sub(r"full message of torch: \S+", "full message of torch: FILE", text)
     return re.sub(r"\S*failing\.py:\d+", "failing.py:N", text)
 
 
@@ -48,17 +48,17 @@ COUNTS = [{"x": torch.randn(2, 6), "lengths": torch.tensor(counts)} for counts i
 DATA = [{"data": {"x": call["x"]}} for call in LENGTHS]
 
 BRANCH = """\
-torch.export could not trace the model: it decides by the values of a tensor.
+torch.export could not trace the model: it branches on the values of a tensor.
   where: layers.1 (Positive), failing.py:N
          rows = {number: row * 2 if row.sum() > 0 else row - 1 for number, row in enumerate(x)}
   got: whether Eq(u0, 1) is not known before the model runs (data-dependent);
        the loop is unrolled: it makes a set or dict, whose length would be fixed, in failing.py:N
          rows = {number: row * 2 if row.sum() > 0 else row - 1 for number, row in enumerate(x)}
   hint: use operations on the whole tensor, or torch.scan.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 COUNT = """\
-torch.export could not trace the model: it decides by the values of a tensor.
+torch.export could not trace the model: it branches on the values of a tensor.
   where: the model itself (Count), failing.py:N
          return torch.stack([row * 2 if longest > 3 else row for row in x])
   got: whether u0 > 3 is not known before the model runs (data-dependent);
@@ -67,7 +67,7 @@ torch.export could not trace the model: it decides by the values of a tensor.
        the loop is unrolled: Attempted to wrap unbacked SymInt, in failing.py:N
          return torch.stack([row * 2 if longest > 3 else row for row in x])
   hint: rewrite this line so that every iteration does the same to tensors of the same shapes and dtypes.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 ITEMS = """\
 torch.export could not trace the model: axis 0 of lengths (lengths_axis_0) became static.
@@ -78,7 +78,7 @@ torch.export could not trace the model: axis 0 of lengths (lengths_axis_0) becam
        the loop is unrolled: several slices have lengths that depend on values, in failing.py:N
          return torch.stack([x[:length, :length].sum() for length in lengths.tolist()])
   hint: keep all rows and columns, and use a mask in place of the slices.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 FIXED = """\
 torch.export could not trace the model: axis 1 of data.x (data_x_axis_1) became static.
@@ -87,7 +87,7 @@ torch.export could not trace the model: axis 1 of data.x (data_x_axis_1) became 
   expected: any size; recorded: 5, 7
   got: only 7, which is the size it was traced with
   hint: int() turns a size into a number: use x.shape[i] as it is.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 LOOP = """\
 torch.export could not trace the model: axis 1 of x (x_axis_1) became static.
@@ -98,7 +98,7 @@ torch.export could not trace the model: axis 1 of x (x_axis_1) became static.
        the loop is unrolled: it ends the loop early, in failing.py:N
          break
   hint: run all iterations, and keep the state once it is done: torch.where(done, state, new_state).
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 FOLDED = """\
 torch.export could not trace the model: axis 0 of x (batch) became static.
@@ -107,23 +107,23 @@ torch.export could not trace the model: axis 0 of x (batch) became static.
   expected: any size; recorded: 2, 3
   got: only 3, which is the size it was traced with
   hint: write -1, or a size read from a tensor, in place of a constant.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 RAISES = """\
-torch.export could not trace the model: ValueError was raised in it.
+torch.export could not trace the model: the trace raised ValueError.
   where: the model itself (Raises), failing.py:N
          raise ValueError("not this way")
   got: ValueError: not this way
   hint: this works in eager mode; in a trace, tensors have no values and sizes are symbols: change this line.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 NUMPY = """\
-torch.export could not trace the model: RuntimeError was raised in it.
+torch.export could not trace the model: the trace raised RuntimeError.
   where: the model itself (Numpy), failing.py:N
          return x + torch.from_numpy(np.unwrap(x.numpy()))
   got: RuntimeError: .numpy() is not supported for tensor subclasses.
   hint: this use of NumPy cannot be traced: use torch's operations on tensors instead.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 UNTRANSLATED = """\
 The program could not be translated to ONNX: there is no translation for an operator of the model.
@@ -131,7 +131,7 @@ The program could not be translated to ONNX: there is no translation for an oper
          return torch.special.bessel_j0(x) + 1
   got: prims.bessel_j0.default (from aten.special_bessel_j0.default)
   hint: write this line with operators that ONNX has, or observe and export the parts before and after it.
-        all that torch says: FILE"""
+        full message of torch: FILE"""
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_first_of_two_failed_translations_is_reported(tmp_path, monkeypatch)
 
 def test_all_that_torch_says_is_in_a_file_and_in_the_error(tmp_path):
     error = failed(failing.Loop(), LENGTHS, tmp_path)
-    file = Path(re.search(r"all that torch says: (\S+)", str(error))[1])
+    file = Path(re.search(r"full message of torch: (\S+)", str(error))[1])
     assert file.read_text() == error.details
     assert "Constraints violated (L['x'].size()[1])" in error.details
     assert "Constraints violated" in str(error.__cause__)
@@ -181,8 +181,8 @@ def test_a_folder_for_temporary_files_that_is_full_hides_nothing(tmp_path, monke
 
     monkeypatch.setattr("tempfile.NamedTemporaryFile", full)
     error = failed(failing.Raises(), LENGTHS, tmp_path)
-    assert "ValueError was raised" in str(error)
-    assert "all that torch says" not in str(error)
+    assert "the trace raised ValueError" in str(error)
+    assert "full message of torch" not in str(error)
     assert "not this way" in error.details
 
 

@@ -197,7 +197,7 @@ def test_a_model_that_is_reset_before_each_call_begins_anew(tmp_path):
             model.reset()
             model(tokens(rows, length))
     exported = exportkit.export(model, observer)
-    assert any("begins anew" in finding.text for finding in exported.plan.findings)
+    assert any("starts afresh" in finding.text for finding in exported.plan.findings)
     graph = exported.to_onnx(tmp_path / "model.onnx")
     assert graph.verify().ok
     for _ in range(2):

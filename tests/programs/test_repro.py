@@ -153,7 +153,7 @@ def test_no_values_no_weights_and_no_text_are_written(local, tmp_path):
 def test_a_model_that_nothing_says_how_to_build_is_left_to_the_reader(local, tmp_path):
     process = run(local.repro(tmp_path), HERE.parents[1])
     assert process.returncode == 1
-    assert "Nothing says how tests.programs.test_repro.Local is built: do it in build_model()." in process.stderr
+    assert "It is not known how tests.programs.test_repro.Local is built: build it in build_model()." in process.stderr
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(local, tmp_path):

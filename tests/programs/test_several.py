@@ -274,7 +274,7 @@ class TestSplit:
         x = torch.rand(2, 6)
         with pytest.raises(ExportError) as caught:
             exported_of(Unservable(), calls_of({"x": x}, {"x": x, "bias": x}))
-        assert "it decides by the values of a tensor" in str(caught.value)
+        assert "it branches on the values of a tensor" in str(caught.value)
         assert "(Positive)" in str(caught.value)
         assert len(str(caught.value).splitlines()) < 15
 

@@ -228,7 +228,7 @@ def test_a_graph_goes_both_ways_by_chance(tmp_path):
 
 
 def test_a_graph_that_would_refuse_calls_by_chance_is_not_made(tmp_path):
-    with pytest.raises(ExportError, match="decides by random numbers") as raised:
+    with pytest.raises(ExportError, match="branches on random numbers") as raised:
         as_onnx(Drawing(one_of_many).eval(), tmp_path, *CALLS)
     assert "test_random_numbers.py" in str(raised.value)
 

@@ -1045,7 +1045,7 @@ REFUSED = {
     that_changes_a_view: ("it changes `row` in place (`mul_`)", "row.mul_(2)"),
     that_goes_on_while: ("it goes on while something holds", "while len(states) < x.shape[1]:"),
     that_changes_a_shape: ("an iteration changes the shape of a tensor", "total = total + step"),
-    that_picks_in_a_comprehension: ("it picks elements by a condition", "for i in range(x.shape[1]) if i % 2"),
+    that_picks_in_a_comprehension: ("it filters elements by a condition", "for i in range(x.shape[1]) if i % 2"),
     that_computes_an_index: ("a number that is computed from others becomes an int", "int(i * 0.29)"),
     that_rounds: ("a number that is not an int is rounded", "i * 0.29 // 1"),
     that_takes_powers: ("a power of an int may not fit into 64 bits", "2**i"),

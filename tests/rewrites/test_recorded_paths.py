@@ -125,7 +125,7 @@ def test_writing_to_buffers_on_one_way_is_refused():
     with observer(model):
         model(SMALL)
         model(LARGE)
-    with pytest.raises(ExportError, match="decides by the values of a tensor"):
+    with pytest.raises(ExportError, match="branches on the values of a tensor"):
         exportkit.export(model, observer)
 
 

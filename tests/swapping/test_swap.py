@@ -114,7 +114,7 @@ def test_modules_in_shared_places_come_back_where_they_were():
 
 def test_what_returns_no_module_or_has_no_place_is_refused():
     register_patch_mapping({"Layer": Rebuilt})
-    with pytest.raises(PatchError, match="no module holds"), apply_patches(Layer(4, 4)):
+    with pytest.raises(PatchError, match="no module contains it"), apply_patches(Layer(4, 4)):
         pass
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rebuilt, "from_module", classmethod(lambda cls, original: 3))
@@ -188,7 +188,7 @@ def test_a_module_whose_forward_is_replaced_on_the_instance_is_refused():
     model = stack()
     model[1].forward = lambda hidden: hidden
     register_patch_mapping({"Layer": Negative})
-    with pytest.raises(PatchError, match="`forward` hides that of its class"), apply_patches(model):
+    with pytest.raises(PatchError, match="hides the `forward` of its class"), apply_patches(model):
         pass
     assert type(model[0]) is Layer
 

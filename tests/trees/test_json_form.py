@@ -327,7 +327,7 @@ def test_module_of_a_class_is_not_imported_from_elsewhere(monkeypatch):
     assert str(raised.value) == (
         "Class Pair belongs to a module that is not available.\n"
         "  where: module their_model\n"
-        "  got: not loaded, and reading a file loads no module from elsewhere\n"
+        "  got: not imported, and reading a file does not import other modules\n"
         "  hint: import their_model first, in the version with which the file was written."
     )
 
@@ -431,7 +431,7 @@ def test_module_that_is_not_loaded_stays_so(tmp_path, monkeypatch):
     assert str(raised.value) == (
         "Class Cache belongs to a module that is not available.\n"
         "  where: module never_loaded\n"
-        "  got: not loaded, and reading a file loads no module from elsewhere\n"
+        "  got: not imported, and reading a file does not import other modules\n"
         "  hint: import never_loaded first, in the version with which the file was written."
     )
     assert "never_loaded" not in sys.modules
