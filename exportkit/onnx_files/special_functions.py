@@ -282,8 +282,8 @@ def _cholesky_inverse(factor: torch.Tensor, upper: bool = False) -> Any:
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that also returns that all went well, as functions with a name like ``inv_ex`` do."""
 
-    def checked(matrix: torch.Tensor, *, check_errors: bool = False, **options: Any) -> Any:  # noqa: ARG001
-        found = function(matrix, **options)
+    def checked(matrix: torch.Tensor, *rest: Any, check_errors: bool = False, **options: Any) -> Any:  # noqa: ARG001
+        found = function(matrix, *rest, **options)
         is_known = found is not NotImplemented
         return (found, torch.zeros(matrix.shape[:-2], dtype=torch.int32)) if is_known else NotImplemented
 
@@ -339,6 +339,7 @@ SPECIAL_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_qr.default: _qr,
     aten.linalg_slogdet.default: _slogdet,
     aten.linalg_solve.default: _solve,
+    aten.linalg_solve_ex.default: _checked(_solve),
     aten.linalg_solve_triangular.default: _solve_triangular,
     aten.logdet.default: _logdet,
 }

@@ -1,4 +1,4 @@
-"""Functions of the module math that are given sizes: their values, and exact integers where they are rounded.
+"""Functions that are given sizes: those of the module math, exact integers where they are rounded, and frequencies.
 
 ``int(math.log2(n))`` changes where a float reaches an integer, so a float that differs in its last digit is another
 size. Values are therefore those of Python at powers of the base, and a rounded logarithm is computed in integers.
@@ -6,6 +6,7 @@ size. Values are therefore those of Python at powers of the base, and a rounded 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -148,8 +149,27 @@ _OF_NUMPY: dict[str, Callable[..., Any]] = {
     "rint": lambda number: torch.sym_float(round(number)),
 }
 
+
 # What takes the place of attributes, by their owner.
+def _frequencies(name: str) -> Callable[..., Any]:
+    """``fftfreq`` or ``rfftfreq`` of a symbolic length."""
+    original = getattr(torch.fft, name)
+
+    @functools.wraps(original)
+    def made(n: Any, d: float = 1.0, **options: Any) -> Any:
+        if not isinstance(n, torch.SymInt) or "out" in options:
+            return original(n, d, **options)
+        dtype = options.pop("dtype", None) or torch.get_default_dtype()
+        places = [torch.arange(n // 2 + 1, **options)]
+        if name == "fftfreq":
+            places = [torch.arange((n + 1) // 2, **options), torch.arange(-(n // 2), 0, **options)]
+        return torch.cat(places).to(dtype) * (1.0 / (n * d))
+
+    return made
+
+
 SIZE_FUNCTIONS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.fft, {name: _frequencies(name) for name in ("fftfreq", "rfftfreq")}),
     (math, {**_OF_SIZES, "isqrt": _isqrt}),
     (torch.SymInt, {**_OF_SIZES, **_OF_NUMPY, "bit_length": lambda size: _counted(size, int.bit_length, 0)}),
     (

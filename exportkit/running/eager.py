@@ -28,7 +28,7 @@ from exportkit.trees import flatten
 
 _NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
 IN_TF32 = fixed_bound(0.05, 0.05)  # what a run that rounds to TF32 may be off
-_MOST_FUNCTIONS = 500_000  # of torch in a call that nobody made; a layer of a model calls some dozens
+_MOST_FUNCTIONS = 100_000  # of torch in a call that nobody made; a layer of a model calls some dozens
 _MOST_COPIED = 10**9  # weights of a model that is copied to see what it does in float32
 
 Answer = TypeVar("Answer")

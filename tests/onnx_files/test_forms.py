@@ -282,6 +282,7 @@ CASES = {
         lambda x, y: (
             x.inverse(),
             torch.linalg.solve(x, y),
+            torch.linalg.solve_ex(x, y).result,
             *torch.linalg.slogdet(x),
             torch.linalg.cholesky(x @ x.mT),
             torch.linalg.cholesky_ex(x @ x.mT).L,

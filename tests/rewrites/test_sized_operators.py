@@ -166,6 +166,7 @@ FUNCTIONS = {
     ),
     "constants from behind": lambda x: x[:, :, None, None] * torch.ones(3, 4).tril().flip(0),
     "steps to a size": lambda x: x * torch.linspace(0.5, x.shape[1] - 0.5, x.shape[1]),
+    "frequencies": lambda x: (x * torch.fft.fftfreq(x.shape[1], 0.5), torch.fft.rfftfreq(x.shape[1])),
     "upper triangle": upper_pairs,
     "lower triangle": lambda x: x[:, torch.tril_indices(x.shape[1], 3)[0]],
     "items at places": with_items,
