@@ -37,7 +37,7 @@ def build_call(plan: Plan, observation: Observation, sizes: Mapping[str, int], r
     Raises:
         ArgumentError: if the token ids have no room for the placeholders that belong to these sizes.
     """
-    shapes, dynamic = plan.shapes(sizes), plan.dynamic_axes()
+    shapes, dynamic = plan.shapes(plan.completed(sizes)), plan.dynamic_axes()
     sources, needed = largest_tensors(observation), needed_tokens(plan.placeholders, shapes, plan.grids)
     if not tokens_fit(plan.placeholders, shapes, plan.grids):
         raise ArgumentError(

@@ -108,12 +108,11 @@ class Plan:
         return None
 
     def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each leaf by path, given the sizes of all variables."""
-        sizes = self.completed(sizes)
+        """Returns the shape of each leaf by path, given the sizes of all variables; see `completed`."""
         return {leaf.path: tuple([size.evaluate(sizes) for size in leaf.sizes]) for leaf in self.leaves}
 
     def completed(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of all variables; variables that follow from grids are computed from them."""
+        """Returns chosen sizes of all variables as a call may have them: those that follow from grids are computed."""
         found = dict(sizes)
         for grid in self.grids:
             for rows in self.by_path[grid.rows].sizes[grid.axis].variables():

@@ -243,7 +243,9 @@ def _fit_rows(plan: Plan, sizes: dict[str, int]) -> None:
     rows: set[str] = set()
     for placeholder in plan.placeholders:
         rows |= plan.by_path[images.get(placeholder.rows, placeholder.rows)].sizes[0].variables()
-    while any(sizes[name] for name in rows) and not tokens_fit(plan.placeholders, plan.shapes(sizes), plan.grids):
+    while any(sizes[name] for name in rows):
+        if tokens_fit(plan.placeholders, plan.shapes(plan.completed(sizes)), plan.grids):
+            break
         largest = max(rows, key=sizes.__getitem__)
         sizes[largest] -= 1
 

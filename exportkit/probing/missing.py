@@ -84,6 +84,10 @@ def fill_missing(
     past = plan.with_role("past")
     if past is not None and cached is not None:
         sizes[past.name] = cached
+    for grid in plan.grids:
+        if grid.rows not in given:  # they follow from the grids
+            images = plan.by_path[grid.path].sizes[0].evaluate(sizes)
+            sizes |= dict.fromkeys(plan.by_path[grid.rows].sizes[grid.axis].variables(), grid.count(images))
     shapes = plan.shapes(sizes)
     device = next((tensor.device for tensor in given.values()), torch.device("cpu"))
     missing = {}

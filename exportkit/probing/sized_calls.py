@@ -72,7 +72,8 @@ def calls_with_values(
         | {grid.path for grid in plan.grids}
     )
     for seed, sizes in [*((None, sizes) for sizes in tried), *((seed, tried[-1]) for seed in range(_DRAWS) if tried)]:
-        made, shapes, changed = sized_call(plan, observation, defaults, sizes), plan.shapes(sizes), {}
+        made, changed = sized_call(plan, observation, defaults, sizes), {}
+        shapes = plan.shapes(plan.completed(sizes))
         for path, tensor in made.tensors().items():
             source = (given if seed is None else recorded).get(path)
             if source is None or not source.numel() or path in counted:

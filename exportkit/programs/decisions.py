@@ -21,7 +21,7 @@ from exportkit.rewrites.execution_paths import ExecutionPath, path_noted
 from exportkit.rewrites.model_code import Line, Place, is_check
 from exportkit.rewrites.recorded_paths import MOST_PATHS, recorded_paths
 from exportkit.rewrites.table import CHECKS, EVERY_BRANCH, NEVER_EMPTY, ONE_PATH, RECORDED_PATHS, Rewrite, applied
-from exportkit.running.eager import EagerRunner, EndlessError
+from exportkit.running.eager import EagerRunner
 from exportkit.running.runner import Runner, compare_calls, recorded
 
 # A branch may limit values that no recorded call reaches. Factors for floats, and for integers.
@@ -130,8 +130,8 @@ def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Re
     Zeros, negative numbers and masks without places are likely to leave a selection empty.
     """
     first = calls[:1]
-    invented = [scaled(call, *scales) for call in first for scales in (*_SCALES, (0.0, 1))]
-    invented += map(_unmasked, first)
+    tried = [*calls, *(scaled(call, *scales) for call in first for scales in (*_SCALES, (0.0, 1)))]
+    tried += map(_unmasked, first)
 
     def going(places: Collection[Line]) -> Runner:
         def run(call: Call) -> Mapping[str, torch.Tensor]:
@@ -141,8 +141,7 @@ def _rules_for_empty_selections(eager: Runner, calls: Sequence[Call]) -> list[Re
         return run
 
     with branches_noted() as branches:
-        outcomes = [*compare_calls(eager, eager, [*calls, *invented])]
-    tried = [outcome.call for outcome in outcomes if not isinstance(outcome.error, EndlessError)]
+        tried = [outcome.call for outcome in compare_calls(eager, eager, tried)]
     places = set[Line]()
     for place in [place for place, for_zero in branches.items() if True in for_zero]:
         if all(outcome.agrees for outcome in compare_calls(eager, going({*places, place}), tried)):

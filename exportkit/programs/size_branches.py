@@ -69,7 +69,7 @@ class Affordable:
         self._small_enough = [SizeCondition(f"{count} <= {most}") for count, most in limits]
 
     def __contains__(self, sizes: Mapping[str, int]) -> bool:
-        shapes = self._traced.plan.shapes(sizes).values()
+        shapes = self._traced.plan.shapes(self._traced.plan.completed(sizes)).values()
         tokens = max((math.prod(shape[:2]) for shape in shapes), default=1)
         if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or tokens * self._parameters > self._most_work:
             return False

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from exportkit._torch_compat.cuda import as_on_cpu, uses_tf32
 from exportkit._torch_compat.flexible_attention import flexible_attention_attributes
@@ -28,7 +27,6 @@ from exportkit.trees import flatten
 
 _NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
 IN_TF32 = fixed_bound(0.05, 0.05)  # what a run that rounds to TF32 may be off
-_MOST_FUNCTIONS = 100_000  # of torch in a call that nobody made; a layer of a model calls some dozens
 _MOST_COPIED = 10**9  # weights of a model that is copied to see what it does in float32
 
 Answer = TypeVar("Answer")
@@ -70,25 +68,6 @@ class EagerRunner:
         return None
 
 
-class EndlessError(RuntimeError):
-    """A call with values that no recorded call has does not seem to end."""
-
-
-class _FunctionLimit(TorchFunctionMode):
-    """Raises `EndlessError` in code that goes on calling functions of torch, as a loop with invented values may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = _MOST_FUNCTIONS
-
-    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Returns the result of a function."""
-        self._left -= 1
-        if self._left < 0:
-            raise EndlessError(f"the call has not ended after {_MOST_FUNCTIONS} functions of torch")
-        return func(*args, **(kwargs or {}))
-
-
 def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | None = None) -> Any:
     """Returns what ``model.<method>`` returns for copies of the tensors of a call.
 
@@ -115,7 +94,6 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
         with (
             torch.set_grad_enabled(records),
             kernels_of(call),
-            contextlib.nullcontext() if call.is_made else _FunctionLimit(),
             nothing_compiled(),
             autocast(call.autocast),
             recording_paused(),

@@ -139,7 +139,10 @@ def test_grids_say_how_many_patches_are_along_any_axis(grids):
     plan = plan_of(Strip(), [(torch.randn(1, 3, 2, 4 * sum(h * w for h, w in each)), each) for each in grids])
     assert plan.grids == (Grids("image_sizes", "pixels", ((4, 4), (2, 6)), axis=3, per=4),)
     assert str(plan.by_path["pixels"].sizes[3]) == "4*image_patches"
-    assert plan.shapes({"images": 3, "image_patches": 0}) == {"pixels": (1, 3, 2, 4 * 44), "image_sizes": (3, 2)}
+    assert plan.shapes(plan.completed({"images": 3, "image_patches": 0})) == {
+        "pixels": (1, 3, 2, 4 * 44),
+        "image_sizes": (3, 2),
+    }
     assert exportkit.Plan.from_json(plan.to_json()).grids == plan.grids
 
 

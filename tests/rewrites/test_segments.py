@@ -78,3 +78,26 @@ def test_an_input_that_happens_to_add_up_to_rows_says_nothing_about_them():
         for labels in ((3, 5), (4, 2, 4)):
             model(*call(*labels))
     assert observer.plan().grids == ()
+
+
+class Weighted(torch.nn.Module):
+    """Takes a weight for each row, which may be left out."""
+
+    def forward(self, x, lengths, weights=None):
+        weights = torch.zeros(x.shape[0]) if weights is None else weights
+        return torch.stack([part.sum(0) for part in (x + weights[:, None]).split(lengths.tolist())])
+
+
+@pytest.mark.runtime
+def test_an_input_of_as_many_rows_may_be_left_out(tmp_path):
+    model, observer = Weighted(), exportkit.InputObserver()
+    with observer(model):
+        for number, lengths in enumerate(((3, 5), (4, 2, 4), (1, 6, 2))):
+            x, parts = call(*lengths)
+            model(x, parts, *([torch.randn(len(x))] if number else []))
+    onnx_model = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx")
+    assert onnx_model.verify().ok
+    for lengths in ((7,), (2, 11), (1, 9, 2, 30)):
+        x, parts = call(*lengths)
+        for more in ([], [torch.randn(len(x))]):
+            torch.testing.assert_close(onnx_model(x, parts, *more), model(x, parts, *more))
