@@ -213,7 +213,9 @@ def write(model: onnx.ModelProto, path: Path) -> None:
     import onnx_ir
 
     # onnx.save refuses a name of the weights that the working directory has already
-    onnx_ir.save(onnx_ir.from_proto(model), path, external_data=weights_beside(path).name)
+    data = weights_beside(path)
+    data.unlink(missing_ok=True)  # which another session may read
+    onnx_ir.save(onnx_ir.from_proto(model), path, external_data=data.name)
 
 
 @contextlib.contextmanager

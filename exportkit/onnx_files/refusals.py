@@ -215,8 +215,8 @@ _CONDITIONS: dict[str, Callable[[Mapping[str, Any]], torch.Tensor]] = {
 def with_refusals(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Returns the program with a first result that cannot be computed if a condition about values does not hold.
 
-    In the graph of a loop, this is the first result of a turn. The assertions themselves stay; `without_assertions`
-    takes them out.
+    In the graph of a loop, this is the first result of an iteration. The assertions themselves stay;
+    `without_assertions` takes them out.
     """
     if not any(map(_refuses, nodes_in(program.graph_module))):
         return program

@@ -355,9 +355,7 @@ def _return_own_values(graph: onnx_ir.Graph) -> None:
     import onnx_ir
 
     for place, value in enumerate(graph.outputs):
-        producer = value.producer()
-        is_own = value.is_initializer() or value.is_graph_input() if producer is None else producer.graph is graph
-        if not is_own:
+        if value.graph is not graph:
             identity = onnx_ir.node("Identity", [value])
             identity.outputs[0].type, identity.outputs[0].shape = value.type, value.shape
             graph.append(identity)

@@ -280,12 +280,19 @@ def _cholesky_inverse(factor: torch.Tensor, upper: bool = False) -> Any:
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that also returns that all went well, as functions with a name like ``inv_ex`` do."""
+    """Returns a function that also returns where it failed, as functions with a name like ``inv_ex`` do.
 
-    def checked(matrix: torch.Tensor, *rest: Any, check_errors: bool = False, **options: Any) -> Any:  # noqa: ARG001
-        found = function(matrix, *rest, **options)
-        is_known = found is not NotImplemented
-        return (found, torch.zeros(matrix.shape[:-2], dtype=torch.int32)) if is_known else NotImplemented
+    torch numbers the pivot that is 0; the function has other results than numbers there.
+    """
+
+    def checked(matrix: torch.Tensor, *rest: Any, check_errors: bool = False, **options: Any) -> Any:
+        found = NotImplemented if check_errors else function(matrix, *rest, **options)
+        if found is NotImplemented or found.shape[: matrix.ndim - 2] != matrix.shape[:-2]:
+            return NotImplemented
+        fails = found.isfinite().logical_not()
+        while fails.ndim > matrix.ndim - 2:
+            fails = fails.any(-1)
+        return found, fails.to(torch.int32)
 
     return checked
 

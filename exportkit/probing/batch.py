@@ -41,7 +41,10 @@ def confirm_batch(plan: Plan, probe: ModelProbe) -> Plan:
     plan = without_guess(plan)
     rows: Choice = dict.fromkeys([placeholder.rows for placeholder in plan.placeholders], (0, None))
     for grid in plan.grids:
-        rows |= {grid.path: (0, None), grid.rows: (grid.axis, None)}
+        for path, axis in ((grid.path, 0), (grid.rows, grid.axis)):
+            name = plan.by_path[path].sizes[axis].variable
+            alike = () if name is None else plan.axes_of(name)  # other inputs may have as many rows
+            rows |= {path: (axis, None), **{other: (along, None) for other, along in alike}}
     if plan.grids and all(not leaf.sizes[0].is_static for leaf in plan.leaves if leaf.sizes):
         return plan
     # The rows of the first call and of the call with the most tensors have to repeat. A model may mix rows when it is

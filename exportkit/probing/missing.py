@@ -85,9 +85,10 @@ def fill_missing(
     if past is not None and cached is not None:
         sizes[past.name] = cached
     for grid in plan.grids:
-        if grid.rows not in given:  # they follow from the grids
-            images = plan.by_path[grid.path].sizes[0].evaluate(sizes)
-            sizes |= dict.fromkeys(plan.by_path[grid.rows].sizes[grid.axis].variables(), grid.count(images))
+        rows = plan.by_path[grid.rows].sizes[grid.axis].variables()
+        shown = [size.variables() for leaf in plan.leaves if leaf.path in given for size in leaf.sizes]
+        if not any(rows & names for names in shown):  # they follow from the grids
+            sizes |= dict.fromkeys(rows, grid.count(plan.by_path[grid.path].sizes[0].evaluate(sizes)))
     shapes = plan.shapes(sizes)
     device = next((tensor.device for tensor in given.values()), torch.device("cpu"))
     missing = {}

@@ -92,8 +92,9 @@ def _grids(probe: ModelProbe) -> Iterator[Grids]:
 def _lengths(probe: ModelProbe) -> Iterator[Grids]:
     """Yields inputs of lengths whose sum is the number of rows of another input, if the model insists on it.
 
-    It has to raise without the rows of the last part, and to take all parts twice.
+    It has to raise without the rows of the last part, and to take all parts twice. A proof runs it with more rows.
     """
+    taken: set[str] = set()
     for leaf in probe.table.leaves:
         calls = [tensors for call in probe.observation.calls if leaf.path in (tensors := call.tensors())]
         if leaf.rank != 1 or not leaf.is_integer or any((tensors[leaf.path] < 0).any() for tensors in calls):
@@ -101,13 +102,14 @@ def _lengths(probe: ModelProbe) -> Iterator[Grids]:
         sums = [int(tensors[leaf.path].sum()) for tensors in calls]
         rows, parts = _as_long(calls, sums), _as_long(calls, [len(tensors[leaf.path]) for tensors in calls])
         ending = [call for call in probe.observation.calls if call.tensors().get(leaf.path, _NONE)[-1:].any()]
-        if len({*sums}) == 1 or not rows or leaf.path in rows or not ending:
+        if len({*sums}) == 1 or not rows or taken.intersection(rows) or leaf.path in rows or not ending:
             continue
         call, tensors = ending[0], ending[0].tensors()
         without = {path: tensors[path][: -int(tensors[leaf.path][-1])] for path in rows}
         twice = {path: torch.cat([tensors[path]] * 2) for path in (*rows, *parts)}
         if probe.outputs(call.with_tensors(without)) is None and probe.outputs(call.with_tensors(twice)) is not None:
             lengths = {(int(length),) for tensors in calls for length in tensors[leaf.path]}
+            taken.update(rows)
             yield Grids(leaf.path, rows[0], tuple(sorted(lengths, reverse=True)))
 
 
@@ -227,7 +229,7 @@ def _with_images(
         if p.rows not in tensors:
             return None
         grid = next((grid for grid in tried.grids if grid.rows == p.rows and grid.axis == 0), None)
-        sizes = tensors[p.rows].new_ones(len(tensors[p.rows])) if grid is None else tensors[grid.path].prod(-1)
+        sizes = torch.ones(len(tensors[p.rows])) if grid is None else _rows_of(tensors[grid.path]).prod(-1)
         if len(sizes) + change < 1:
             return None
         changed[p.rows] = _one_image_changed(tensors[p.rows], int(sizes[0 if change > 0 else -1]), change)
@@ -237,7 +239,12 @@ def _with_images(
 
 
 def _one_image_changed(tensor: torch.Tensor, rows: int, change: int) -> torch.Tensor:
-    return torch.cat([tensor, tensor[:rows]]) if change > 0 else tensor[:-rows]
+    return torch.cat([tensor, tensor[:rows]]) if change > 0 else tensor[: len(tensor) - rows]
+
+
+def _rows_of(grids: torch.Tensor) -> torch.Tensor:
+    """The grids, or lengths as grids of one number each: (images, axes)."""
+    return grids.reshape(len(grids), -1)
 
 
 def _related(
@@ -246,7 +253,7 @@ def _related(
     """Token ids, and marks in other inputs, that belong to changed rows; None if there is no room for them."""
     first = tried.placeholders[0]
     grids = [
-        replace(grid, examples=tuple(map(tuple, changed[grid.path].tolist())))
+        replace(grid, examples=tuple(map(tuple, _rows_of(changed[grid.path]).tolist())))
         for grid in tried.grids
         if grid.path in changed
     ]

@@ -103,6 +103,7 @@ def unseen_calls(traced: TracedProgram) -> Iterator[Call]:
     yield from small_calls(traced, covering(patterns, covered, plan.names))
     yield from _short_calls(traced)
     yield from _scaled_calls(traced)
+    yield from _longer_calls(traced)
     yield from _absent_calls(traced)
     yield from _repeated_calls(traced)
     yield from _calls_in_a_row(traced)
@@ -160,6 +161,20 @@ def _scaled_calls(traced: TracedProgram) -> Iterator[Call]:
         other = replace(scaled(call, scale), label=f"values x {scale:g}")
         with contextlib.suppress(Exception):  # the model need not accept them
             yield traced.answered(other)
+
+
+def _longer_calls(traced: TracedProgram) -> Iterator[Call]:
+    """Yields calls with a row more than lengths say, if the model accepts them: it need not look at the number."""
+    plan = traced.plan
+    for grid in [grid for grid in plan.grids if grid.are_lengths]:
+        call, name = traced.sized_call(traced.sizes), plan.by_path[grid.rows].sizes[0].variable or ""
+        axes = plan.axes_of(name)
+        tensors = {path: call.tensors()[path].movedim(axis, 0) for path, axis in axes}
+        longer = {path: torch.cat([tensors[path], tensors[path][:1]]).movedim(0, axis) for path, axis in axes}
+        with contextlib.suppress(Exception):
+            answered = traced.answered(call.with_tensors(longer))
+            sizes = {**traced.sizes, name: traced.sizes[name] + 1}
+            yield replace(answered, label=f"more rows than {grid.path} says", sizes=sizes)
 
 
 def _absent_calls(traced: TracedProgram) -> Iterator[Call]:

@@ -87,7 +87,7 @@ def other_reference(
     used = names_of(loop.body).read | after
     for name in sorted({*stored_in(loop.body), *lists} & _read_in_functions(before, used)):
         return f"the loop sets `{name}`, which a function inside of this one also uses"
-    for name in sorted(lists & _named_twice(before, after | parameters)):
+    for name in sorted(lists & _named_twice(before, used | parameters)):
         return f"the loop adds to the list `{name}`, which has another name as well"
     for name in sorted((parameters & lists) - after - rebound(*definition.body)):
         return f"the loop adds to the list `{name}`, which belongs to the caller"

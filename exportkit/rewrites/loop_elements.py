@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from exportkit.rewrites.loop_names import uses_in
-from exportkit.rewrites.loop_syntax import added_element, appending, assigned, variable
-from exportkit.rewrites.loop_values import NOTHING
+from exportkit.rewrites.loop_syntax import added_element, appending, assigned, is_in_place, names_in, variable, walk
 from exportkit.rewrites.symbolic_lists import SymbolicList
 
 _MOST = 8  # how far back an iteration may read
+_NOT_YET = "an element that a list does not have yet"  # code that uses it raises, as no branch may stand for it
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def read_elements(loop: ast.For, number: int) -> list[ReadElement]:
         place = next(place for place, each in enumerate(loop.body) if _list_added_to(each) == items)
         reads = _Reads(items, loop, place, f"_exportkit_read_{number}_{items}")
         body = reads.replaced(loop.body)
-        if not reads.found or uses[items] != len(reads.seen) + 1:
+        is_plain = uses[items] == len(reads.seen) + 1 and not _changes_elements(loop.body, reads)
+        if not reads.found or not is_plain or items in _parameters(loop.body):
             continue
         loop.body[:] = [*body[:place], *_with_element(body[place], reads), *body[place + 1 :]]
         found += [reads.found[index] for index in sorted(reads.found)]
@@ -85,6 +86,34 @@ def _with_element(statement: ast.stmt, reads: _Reads) -> list[ast.stmt]:
     return [ast.copy_location(each, statement) for each in changed]
 
 
+def _changes_elements(body: list[ast.stmt], reads: _Reads) -> bool:
+    """Whether a body changes an element of the list in place, which has another name in an operator."""
+    aliases = set[str]()
+
+    def is_element(node: ast.AST) -> bool:
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Call) and not reads.is_read(node):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return reads.is_read(node) or (isinstance(node, ast.Name) and node.id in aliases)
+
+    for node in walk(body):
+        if isinstance(node, ast.Assign) and any(
+            is_element(each) for each in (node.value, *getattr(node.value, "elts", ()))
+        ):
+            aliases |= names_in(*node.targets, context=ast.Store)
+    for node in walk(body):
+        match node:
+            case ast.Call(ast.Attribute(receiver, method)) if is_in_place(method) and is_element(receiver):
+                return True
+            case ast.Subscript(place, _, ast.Store()) | ast.AugAssign(place) if is_element(place):
+                return True
+    return False
+
+
+def _parameters(body: list[ast.stmt]) -> set[str]:
+    """The names of parameters of functions in a body."""
+    return {node.arg for node in walk(body) if isinstance(node, ast.arg)}
+
+
 class _Reads(ast.NodeTransformer):
     """Puts names in place of the elements of a list, by where they are before the loop.
 
@@ -98,6 +127,8 @@ class _Reads(ast.NodeTransformer):
     def __init__(self, items: str, loop: ast.For, place: int, prefix: str) -> None:
         self._items, self._place, self.prefix = items, place, prefix
         self._counter, self._start = _counter(loop)
+        if self._counter in names_in(*loop.body, context=ast.Store) | _parameters(loop.body):
+            self._counter = None
         self._ahead = 0  # how much longer the list is than the first number of the counter
         self._is_added = False  # whether the element of this iteration has been added
         self.seen = list[ast.Subscript]()
@@ -106,7 +137,7 @@ class _Reads(ast.NodeTransformer):
     def replaced(self, body: list[ast.stmt]) -> list[Any]:
         """Returns the statements with names in place of the elements."""
         for position, statement in enumerate(body):  # code that reads an element finds it in the list
-            offsets = [self._offset(node) for node in ast.walk(statement) if self._is_read(node)]
+            offsets = [self._offset(node) for node in ast.walk(statement) if self.is_read(node)]
             needed = [offset + 1 - (position > self._place) for offset in offsets if offset is not None]
             self._ahead = max(self._ahead, *needed, 0)
         changed = []
@@ -115,7 +146,8 @@ class _Reads(ast.NodeTransformer):
             changed.append(self.visit(copy.deepcopy(statement)))
         return changed
 
-    def _is_read(self, node: ast.AST) -> bool:
+    def is_read(self, node: ast.AST) -> bool:
+        """Returns whether this is an element of the list."""
         match node:
             case ast.Subscript(ast.Name(items), _, ast.Load()):
                 return items == self._items
@@ -133,7 +165,7 @@ class _Reads(ast.NodeTransformer):
         return None
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
-        if not self._is_read(node):
+        if not self.is_read(node):
             return self.generic_visit(node)
         offset, length = self._offset(node), None
         match node.slice:
@@ -175,7 +207,7 @@ def _counter(loop: ast.For) -> tuple[str | None, ast.expr]:
 
 
 def element(items: Any, index: int, length: Any) -> Any:
-    """Returns an element of a list as it is before a loop; a text if there is none.
+    """Returns an element of a list as it is before a loop; a text if the first iterations add it.
 
     Args:
         items: The list.
@@ -185,5 +217,6 @@ def element(items: Any, index: int, length: Any) -> Any:
     count = items.count if isinstance(items, SymbolicList) else len(items)
     if length is not None and (type(length) is not int or type(count) is not int or count != length):
         raise TypeError("a loop reads elements of a list by numbers that do not begin where the list ends")
-    is_there = index < 0 if isinstance(items, SymbolicList) else -count <= index < count
-    return items[index] if is_there else NOTHING
+    if index >= 0 and (isinstance(items, SymbolicList) or index >= count):
+        raise TypeError("a loop reads an element from the start of a list, which may not be there before the loop")
+    return items[index] if isinstance(items, SymbolicList) or -count <= index else _NOT_YET

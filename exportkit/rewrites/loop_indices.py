@@ -194,7 +194,10 @@ def _spread(
             continue  # every place gets the same
         count, sizes, own = part.shape[-from_end], list(part.shape), part.ndim - from_end
         length = torch.scalar_tensor(count, dtype=torch.int64)
-        assert (length == 1) | (is_inside.sum() == length), "a slice is set to a tensor of another length"
+        is_right = (length == 1) | (is_inside.sum() == length)
+        for is_idle in [each.is_idle for each in index if isinstance(each, Span) and each.is_idle is not None]:
+            is_right = is_right | is_idle
+        asserted(is_right, "a slice is set to a tensor of another length")
         sizes[own] = 1  # a last row, which stands for those of an empty part
         places = (torch.arange(value.shape[axis]) - is_inside.to(torch.int64).argmax()).clamp(min=0)
         places = torch.where(length == 1, 0, torch.minimum(places, length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -129,6 +130,13 @@ class Span:
     def __init__(self, start: Any, stop: Any, is_idle: torch.Tensor | str | None) -> None:
         self.start, self.stop, self._is_idle = start, stop, is_idle
 
+    @property
+    def is_idle(self) -> torch.Tensor | None:
+        """Whether the slice may be any, as nothing comes of it; None if something does."""
+        found = [self._is_idle, *(limit.is_idle for limit in (self.start, self.stop) if isinstance(limit, Position))]
+        tensors = [each for each in found if isinstance(each, torch.Tensor)]
+        return functools.reduce(torch.logical_or, tensors) if tensors else None
+
     def rows(self, axis_size: Any) -> torch.Tensor | None:
         """Returns the indices in a slice whose length is the same in every iteration; None for any other."""
         return self.start.until(self.stop, axis_size) if isinstance(self.start, Position) else None
@@ -144,7 +152,7 @@ class Span:
             found = found & (places >= _from_start(self.start, size))
         if self.stop is not None:
             found = found & (places < _from_start(self.stop, size))
-        return found | self._is_idle if isinstance(self._is_idle, torch.Tensor) else found
+        return found if self.is_idle is None else found | self.is_idle
 
 
 def _from_start(limit: Any, size: Any) -> Any:

@@ -51,6 +51,8 @@ def run(
     in_front, changed, is_first_apart = facts
     if not all(isinstance(items, list | deque | Stacked) for items in lists):
         raise TypeError("a loop appends to something that is not a list")
+    if any(isinstance(items, deque) and items.maxlen is not None for items in lists):
+        raise TypeError("a loop appends to a deque that drops elements")
     caught = None
     if not torch.compiler.is_dynamo_compiling():
         body = without_aliases(body)

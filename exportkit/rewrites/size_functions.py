@@ -150,7 +150,6 @@ _OF_NUMPY: dict[str, Callable[..., Any]] = {
 }
 
 
-# What takes the place of attributes, by their owner.
 def _frequencies(name: str) -> Callable[..., Any]:
     """``fftfreq`` or ``rfftfreq`` of a symbolic length."""
     original = getattr(torch.fft, name)
@@ -168,6 +167,7 @@ def _frequencies(name: str) -> Callable[..., Any]:
     return made
 
 
+# What takes the place of attributes, by their owner.
 SIZE_FUNCTIONS: list[tuple[Any, dict[str, Any]]] = [
     (torch.fft, {name: _frequencies(name) for name in ("fftfreq", "rfftfreq")}),
     (math, {**_OF_SIZES, "isqrt": _isqrt}),

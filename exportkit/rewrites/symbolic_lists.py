@@ -63,7 +63,7 @@ class TensorList(SymbolicList):
         return False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SizeList(SymbolicList):
     """The numbers of a tensor of symbolic length, as ``tolist`` returns them: for a split, or for a tensor again."""
 
@@ -71,6 +71,11 @@ class SizeList(SymbolicList):
 
     def __len__(self) -> int:
         raise TypeError(SYMBOLIC_LENGTH)
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(SYMBOLIC_LENGTH)
+
+    __hash__ = None  # type: ignore[assignment]
 
     def whole(self) -> torch.Tensor:
         """Returns the tensor."""
@@ -162,7 +167,7 @@ class RangeNumbers(SymbolicList):
     @classmethod
     def of(cls, start: Any, stop: Any, step: int) -> RangeNumbers:
         """Returns the numbers of a range."""
-        return cls(start, step, _turns(stop - start, step))
+        return cls(start, step, _length_of_range(stop - start, step))
 
     @property
     def count(self) -> Any:
@@ -197,7 +202,7 @@ class RangeNumbers(SymbolicList):
         if begin < 0 or by < 1 or not -self._steps <= end <= 0 or index.stop == 0:
             raise TypeError(SYMBOLIC_LENGTH)
         skipped = begin - known if begin >= known else (begin - known) % by
-        steps = _turns(self._steps - skipped + end, by)
+        steps = _length_of_range(self._steps - skipped + end, by)
         return RangeNumbers(self._start + self._step * skipped, self._step * by, steps, self._first[begin::by])
 
     def __radd__(self, other: list[Any]) -> RangeNumbers:
@@ -214,7 +219,7 @@ def range_limits(first: Any, stop: Any = None, step: Any = 1) -> tuple[Any, Any,
     return (0, first, step) if stop is None else (first, stop, step)
 
 
-def _turns(distance: Any, step: int) -> Any:
+def _length_of_range(distance: Any, step: int) -> Any:
     """How many numbers a range has."""
     distance, step = (-distance, -step) if step < 0 else (distance, step)
     return torch.sym_max(0, (distance + step - 1) // step)

@@ -283,6 +283,7 @@ CASES = {
             x.inverse(),
             torch.linalg.solve(x, y),
             torch.linalg.solve_ex(x, y).result,
+            torch.linalg.inv_ex(torch.cat([x, torch.ones(1, 2, 2)])).info > 0,
             *torch.linalg.slogdet(x),
             torch.linalg.cholesky(x @ x.mT),
             torch.linalg.cholesky_ex(x @ x.mT).L,

@@ -22,6 +22,15 @@ def of_slices(self, x, lengths):
     return torch.stack(found), x.new_zeros(len(lengths), max(sizes))
 
 
+def with_parts_set(self, x, lengths):
+    found, start, padded = torch.zeros_like(x), 0, x.new_zeros(lengths.shape[0], int(lengths.max()), 4)
+    for i, size in enumerate(lengths.tolist()):
+        found[start : start + size] = self.layer(x[start : start + size]).softmax(0)
+        padded[i, :size] = x[start : start + size]
+        start += size
+    return found, padded
+
+
 def of_segments(self, x, lengths):
     owner = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
     sums = x.new_zeros(lengths.shape[0], 4).index_add(0, owner, self.layer(x))
@@ -45,7 +54,7 @@ def call(*lengths):
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("function", [of_a_split, of_slices, of_segments])
+@pytest.mark.parametrize("function", [of_a_split, of_slices, with_parts_set, of_segments])
 def test_parts_may_be_any_number_and_of_any_length(function, tmp_path):
     model, observer = Ragged(function).eval(), exportkit.InputObserver()
     with observer(model), torch.no_grad():
