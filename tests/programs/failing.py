@@ -74,7 +74,7 @@ class Loop(torch.nn.Module):
         for step in range(1, x.shape[1]):
             if step > 50:
                 break
-            states.append(states[0] * 0.5 + x[:, step])
+            states.append(states[step // 2] * 0.5 + x[:, step])
         return states[-1]
 
 
