@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from exportkit.rewrites.loop_names import uses_in
-from exportkit.rewrites.loop_syntax import added_element, appending, assigned, is_in_place, names_in, variable, walk
+from exportkit.rewrites.loop_syntax import (
+    added_element,
+    appending,
+    assigned,
+    counter_of,
+    is_in_place,
+    names_in,
+    variable,
+    walk,
+)
 from exportkit.rewrites.symbolic_lists import SymbolicList
 
 _MOST = 8  # how far back an iteration may read
@@ -126,7 +135,7 @@ class _Reads(ast.NodeTransformer):
 
     def __init__(self, items: str, loop: ast.For, place: int, prefix: str) -> None:
         self._items, self._place, self.prefix = items, place, prefix
-        self._counter, self._start = _counter(loop)
+        self._counter, self._start = counter_of(loop)
         if self._counter in names_in(*loop.body, context=ast.Store) | _parameters(loop.body):
             self._counter = None
         self._ahead = 0  # how much longer the list is than the first number of the counter
@@ -190,20 +199,6 @@ class _Reads(ast.NodeTransformer):
             kept = asked if known is None or known.length is None else known.length
             self.found[each] = ReadElement(name, self._items, each, kept)
         return ast.copy_location(variable(self.found[index].name), node)
-
-
-def _counter(loop: ast.For) -> tuple[str | None, ast.expr]:
-    """The name that counts the iterations one by one, and where it starts."""
-    match loop.target, loop.iter:
-        case ast.Name(name), ast.Call(ast.Name("range"), [_], []):
-            return name, ast.Constant(0)
-        case ast.Name(name), ast.Call(ast.Name("range"), [start, _] | [start, _, ast.Constant(1)], []):
-            return name, start
-        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_], []):
-            return name, ast.Constant(0)
-        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_, start], []):
-            return name, start
-    return None, ast.Constant(0)
 
 
 def element(items: Any, index: int, length: Any) -> Any:

@@ -10,7 +10,17 @@ import ast
 from dataclasses import dataclass
 
 from exportkit.rewrites.loop_names import uses_in
-from exportkit.rewrites.loop_syntax import added_element, appending, assigned, call, names_in, same, variable, walk
+from exportkit.rewrites.loop_syntax import (
+    added_element,
+    appending,
+    assigned,
+    call,
+    counter_of,
+    names_in,
+    same,
+    variable,
+    walk,
+)
 
 _CATS = {"cat", "concat", "concatenate"}
 
@@ -43,7 +53,9 @@ def grown_tensors(loop: ast.For, number: int) -> list[Grown]:
         loop: The loop.
         number: Makes the new names unique.
     """
-    body, counter, found = loop.body, _counter_from_zero(loop), list[Grown]()
+    body, found = loop.body, list[Grown]()
+    name, start = counter_of(loop)
+    counter = name if isinstance(start, ast.Constant) and start.value == 0 else None
     for index, statement in enumerate(body):
         growth = _growth(statement, counter)
         if growth is None:
@@ -112,16 +124,6 @@ def _grown(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr, bool] | None
         return rest[0], dim, is_part[-1]
     joined = ast.Call(ast.Attribute(variable("torch"), "cat", ast.Load()), [ast.List(rest, ast.Load()), dim], [])
     return joined, dim, is_part[-1]
-
-
-def _counter_from_zero(loop: ast.For) -> str | None:
-    """The name that counts the iterations from 0."""
-    match loop.target, loop.iter:
-        case ast.Name(name), ast.Call(ast.Name("range"), [_] | [ast.Constant(0), _], []):
-            return name
-        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_], []):
-            return name
-    return None
 
 
 @dataclass

@@ -128,6 +128,20 @@ def walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
         yield from ast.walk(statement)
 
 
+def counter_of(loop: ast.For) -> tuple[str | None, ast.expr]:
+    """Returns the name that counts the iterations one by one, None if there is none, and where it starts."""
+    match loop.target, loop.iter:
+        case ast.Name(name), ast.Call(ast.Name("range"), [_], []):
+            return name, ast.Constant(0)
+        case ast.Name(name), ast.Call(ast.Name("range"), [start, _] | [start, _, ast.Constant(1)], []):
+            return name, start
+        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_], []):
+            return name, ast.Constant(0)
+        case ast.Tuple([ast.Name(name), *_]), ast.Call(ast.Name("enumerate"), [_, start], []):
+            return name, start
+    return None, ast.Constant(0)
+
+
 def is_in_place(name: str) -> bool:
     """Returns whether a method of this name changes a tensor in place."""
     return name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name)
