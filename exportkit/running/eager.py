@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import ctypes
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,6 +32,9 @@ from exportkit.trees import flatten
 _NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
 IN_TF32 = fixed_bound(0.05, 0.05)  # what a run that rounds to TF32 may be off
 _MOST_COPIED = 10**9  # weights of a model that is copied to see what it does in float32
+# A run may take so many times as long as the longest run of the model before, and at least so many seconds, less after
+# some were stopped: a model that iterates until values no longer change may never return for made-up values.
+_MOST_TIMES, _LEAST_SECONDS = 100, 10.0
 
 Answer = TypeVar("Answer")
 Around = Callable[[dict[str, Any], Callable[[Mapping[str, Any]], Any]], Any]
@@ -81,7 +88,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
             returns is returned.
 
     Raises:
-        Exception: whatever the model raises.
+        Exception: whatever the model raises, or `TimeoutError` if it does not return.
     """
     target = method_of(model, method)
 
@@ -102,6 +109,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
             _gradients_kept(model),
             as_on_cpu((*call.tensors().values(), *model.parameters(), *model.buffers())),
             fixed_numbers(call.seed, call.generators()),
+            _limited_time(model),
         ):
             return run(values) if around is None else around(values, run)
 
@@ -116,6 +124,73 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
 def detached(leaf: Any) -> Any:
     """Returns a result as a tensor of its own, since a model may return an argument that it changes."""
     return leaf.detach().as_subclass(torch.Tensor).clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+class _TimeUp(TimeoutError):
+    """What is raised in the thread of a model that does not return."""
+
+
+@dataclass
+class _Runs:
+    """What is known of the runs of a model: the seconds that the longest took, and how many did not return."""
+
+    longest: float | None = None
+    stopped: int = 0
+
+
+@contextlib.contextmanager
+def _limited_time(model: torch.nn.Module) -> Iterator[None]:
+    """Raises an error in a run that takes far longer than other runs of the model. The first run may take any time."""
+    runs, started = _runs().setdefault(model, _Runs()), time.perf_counter()
+    if runs.longest is None:
+        limit = contextlib.nullcontext()
+    else:
+        limit = _limited(max(_LEAST_SECONDS / (1 + runs.stopped), _MOST_TIMES * runs.longest))
+    try:
+        with limit:
+            yield
+    except TimeoutError:
+        runs.stopped += 1
+        raise
+    runs.longest = max(runs.longest or 0.0, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` in code that takes longer. Another thread does that, as an interrupt would."""
+    lock, thread, is_running, is_late = threading.Lock(), threading.get_ident(), True, False
+
+    def stop() -> None:
+        nonlocal is_late
+        with lock:
+            if is_running:
+                is_late = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TimeUp))
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with lock:
+                is_running = False
+            if is_late:
+                time.sleep(0)  # where the error is raised at the latest
+    except _TimeUp:
+        raise TimeoutError(
+            f"the model did not return within {seconds:.0f} s; does it have a loop that does not end?"
+        ) from None
+
+
+@functools.cache
+def _runs() -> MutableMapping[torch.nn.Module, _Runs]:
+    """The runs of each model, as long as it lives."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
 
 
 @contextlib.contextmanager
