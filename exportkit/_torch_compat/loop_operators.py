@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,23 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, inputs: Any) -
     import torch._higher_order_ops as operators
 
     return require(operators, "scan")(step, state, inputs)  # type: ignore[no-any-return]
+
+
+def while_loop(
+    goes_on: Callable[..., torch.Tensor], iteration: Callable[..., tuple[torch.Tensor, ...]], state: tuple[Any, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors that a loop leaves once a test of them does not hold. Seen in torch 2.13.
+
+    torch.onnx.export translates it to the ONNX operator Loop.
+
+    Args:
+        goes_on: Returns whether there is another iteration, given the tensors.
+        iteration: Returns tensors of the same shapes and dtypes.
+        state: The tensors before the loop.
+    """
+    import torch._higher_order_ops as operators
+
+    return require(operators, "while_loop")(goes_on, iteration, state)  # type: ignore[no-any-return]
 
 
 def without_aliases(body: types.FunctionType) -> types.FunctionType:
@@ -230,6 +247,9 @@ def _lifted(module: torch.fx.GraphModule, is_outermost: bool = False) -> list[tu
             step, state, inputs, others = node.args
             inner = [placeholder(each.meta, tensor) for each, tensor in _lifted(getattr(module, step.target))]
             node.args = (step, state, inputs, (*others, *inner))
+        elif node.target is torch.ops.higher_order.while_loop:
+            inner = [placeholder(each.meta, tensor) for each, tensor in _lifted_together(module, node.args[:2])]
+            node.args = (*node.args[:3], (*node.args[3], *inner))
         elif node.op == "get_attr" and isinstance(tensor := getattr(module, str(node.target)), torch.Tensor):
             node.replace_all_uses_with(placeholder(node.meta, tensor))
             graph.erase_node(node)
@@ -239,3 +259,23 @@ def _lifted(module: torch.fx.GraphModule, is_outermost: bool = False) -> list[tu
     if found:
         module.recompile()
     return found
+
+
+def _lifted_together(
+    module: torch.fx.GraphModule, graphs: Sequence[torch.fx.Node]
+) -> list[tuple[torch.fx.Node, torch.Tensor]]:
+    """The same for two graphs that get the same inputs: each gets the constants of the other one, too."""
+    first, second = (getattr(module, str(node.target)) for node in graphs)
+    found = _lifted(first)
+    _take(second, found)
+    own = _lifted(second)
+    _take(first, own)
+    return [*found, *own]
+
+
+def _take(module: torch.fx.GraphModule, inputs: Sequence[tuple[torch.fx.Node, torch.Tensor]]) -> None:
+    for node, _ in inputs:
+        *_, last = module.graph.find_nodes(op="placeholder")
+        with module.graph.inserting_after(last):
+            module.graph.placeholder(node.name).meta = dict(node.meta)
+    module.recompile()

@@ -89,14 +89,17 @@ def slices_kept() -> list[tuple[Any, dict[str, Any]]]:
 def versions_inside() -> list[tuple[Any, dict[str, Any]]]:
     """Returns the attributes to replace, each with its owner, so that bodies of loops get the operators of the opset.
 
-    torch.onnx writes a loop with the opset of the file, and onnxscript then leaves its body as it is. Seen in torch
-    2.13 and onnxscript 0.7.
+    torch.onnx writes a loop with the opset of the file, and onnxscript then leaves its body as it is. Also, torch.onnx
+    gives the domain of the functions for bodies two versions where one loop is in another. Seen in torch 2.13 and
+    onnxscript 0.7.
     """
     try:
         from onnxscript.version_converter import _version_converter
+        from torch.onnx._internal.exporter import _constants, _ir_passes
 
         converter = _version_converter._VersionConverter
         visit, visit_attribute = converter.visit_graph_or_function, converter.visit_attribute
+        set_version, bodies = _ir_passes._maybe_set_opset_version, _constants.LOCAL_FUNCTION_DOMAIN
     except (ImportError, AttributeError):
         return []
 
@@ -106,7 +109,13 @@ def versions_inside() -> list[tuple[Any, dict[str, Any]]]:
             for attribute in node.attributes.values():
                 visit_attribute(self, attribute)
 
-    return [(converter, {"visit_graph_or_function": visit_all})]
+    def set_one(imports: dict[str, int], domain: str, version: int | None) -> None:
+        set_version(imports, domain, None if domain == bodies else version)
+
+    return [
+        (converter, {"visit_graph_or_function": visit_all}),
+        (_ir_passes, {"_maybe_set_opset_version": set_one}),
+    ]
 
 
 def limits_with_names() -> list[tuple[Any, dict[str, Any]]]:

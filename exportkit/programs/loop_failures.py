@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from exportkit._torch_compat.loop_operators import lines_compiled, why_no_operat
 from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit.rewrites import loop_runs
 from exportkit.rewrites.loop_bodies import Obstacle, appended, obstacle
-from exportkit.rewrites.loop_forms import plain_loop
+from exportkit.rewrites.loop_forms import plain_loop, unbounded_loops
+from exportkit.rewrites.loop_syntax import holds
 from exportkit.rewrites.model_code import Line, ModelLine, is_model_code, parsed
 
 _REWRITES = Path(rewrites.__file__).parent
@@ -60,21 +62,27 @@ def why_unrolled(file: str, line: int, error: BaseException | None) -> Unrolled 
     return Unrolled(_at(*found), next(hint for part, hint in _HINTS.items() if part in found[0]))
 
 
-def deciding_line(error: BaseException | None) -> Line | None:
+def deciding_line(error: BaseException | None, known: Collection[Line]) -> Line | None:
     """Returns the line that decides by values, and keeps a loop from becoming an operator; None for other errors.
 
     Args:
         error: What was raised when loops over a length were to become operators.
+        known: Lines that were returned before.
     """
     if error is None:
         return None
     text, _ = why_no_operator(error) or ("", [])
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    is_in_first_iteration = is_data_dependent(error) and any(file == loop_runs.__file__ for file, _ in frames)
-    if not is_in_first_iteration and "branches on the value" not in text:
-        return None
+    is_by_values = is_data_dependent(error)
+    is_in_first_iteration = is_by_values and any(file == loop_runs.__file__ for file, _ in frames)
     own = [place for place in (*frames, *lines_compiled(error)) if is_model_code(place[0])]
-    return own[-1] if own else None
+    inner = own[-1:] if is_in_first_iteration or "branches on the value" in text else []
+    without_limit = [place for place in own if is_by_values and _is_in_unbounded_loop(*place)]
+    return next((place for place in (*inner, *reversed(without_limit)) if place not in known), None)
+
+
+def _is_in_unbounded_loop(file: str, line: int) -> bool:
+    return any(holds(loop, line) for loop in unbounded_loops(parsed(file)))
 
 
 def _at(text: str, file: str, line: int) -> str:
@@ -98,9 +106,9 @@ def _reason_at(file: str, line: int) -> Obstacle | None:
     The line is the first one of the loop, or a statement in its body.
     """
     tree = parsed(file)
-    around = [node for node in ast.walk(tree) if isinstance(node, _Function) and _holds(node, line)]
+    around = [node for node in ast.walk(tree) if isinstance(node, _Function) and holds(node, line)]
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _begins(node, line)]
-    inner = [node for node in ast.walk(tree) if isinstance(node, _Comprehension) and _holds(node, line)]
+    inner = [node for node in ast.walk(tree) if isinstance(node, _Comprehension) and holds(node, line)]
     if not loops and not inner:
         return _reason_in_loop(tree, line)
     outer = [node for node in around[:-1] if not any(_is_class_at(part, line) for part in ast.walk(node))]
@@ -110,11 +118,7 @@ def _reason_at(file: str, line: int) -> Obstacle | None:
 
 
 def _is_class_at(node: ast.AST, line: int) -> bool:
-    return isinstance(node, ast.ClassDef) and _holds(node, line)
-
-
-def _holds(node: ast.expr | ast.stmt, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
+    return isinstance(node, ast.ClassDef) and holds(node, line)
 
 
 def _begins(node: ast.For | ast.While, line: int) -> bool:
@@ -131,10 +135,10 @@ def _reason(loop: ast.For | ast.While) -> Obstacle | None:
 
 def _reason_in_loop(tree: ast.Module, line: int) -> Obstacle | None:
     """What keeps the loop around a statement from becoming an operator, if it is in this statement."""
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _holds(node, line)]
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and holds(node, line)]
     found = _reason(around[-1]) if around else None
     here = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno == line]
-    return found if found is not None and any(_holds(node, found.line) for node in here) else None
+    return found if found is not None and any(holds(node, found.line) for node in here) else None
 
 
 def _reason_of_comprehension(node: _Comprehension) -> Obstacle | None:

@@ -78,7 +78,7 @@ class Search(SearchState):
         self._example: Example | None = None
         self._called: Sequence[ModuleType] | None = None  # Python modules whose functions the model calls
         self._enlarged = False  # whether a trace at larger sizes got further
-        self._deciding: set[Line] = set()  # where functions that loops call decide by the values of tensors
+        self._deciding: set[Line] = set()  # where loops, or functions that they call, decide by the values of tensors
         self._of_numbers: set[Place] = set()  # where code decides by numbers that it reads from tensors
 
     def walk(self) -> None:
@@ -159,9 +159,9 @@ class Search(SearchState):
                     raise ExportError("The program does not return what the model returns for other values.")
                 found = plan.plan.with_findings([*audit.findings, *audit_effects(traced)])
         except (ArgumentError, ExportError, PlanError) as error:
-            line = deciding_line(error.__cause__) or getattr(error, "decision", None)
+            line = deciding_line(error.__cause__, self._deciding) or getattr(error, "decision", None)
             if LOOPS in strategy.adds and line and line not in self._deciding:
-                self._deciding.add(line)  # of a function that computes both sides then, as one that a loop calls
+                self._deciding.add(line)  # of a loop that ends by values, or of a function that computes both sides
                 self._try(strategy, name, plan)
                 return
             if strategy.recorded_paths and known < len(self._of_numbers) <= _MOST_NUMBERS:

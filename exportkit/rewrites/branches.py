@@ -39,6 +39,9 @@ from exportkit._torch_compat.traced_values import (
 from exportkit.overrides import Attribute, replaced, replaced_attributes, with_imports
 from exportkit.rewrites.model_code import EXPORTKIT, TORCH, Place, is_model_code, line_text, value_to_pass
 
+# What compares the elements of tensors, by the functions of torch that return one Python value for all of them.
+EQUALITIES: Mapping[str, Callable[..., torch.Tensor]] = {"equal": torch.eq, "allclose": torch.isclose}
+
 _MASK = "exportkit_mask"  # set on the result of any() and all(): the mask, and the function's name
 _ASKING, _OWNERS = ("any", "all"), (torch, torch.Tensor)
 _OWN_FILES = f"{EXPORTKIT}{os.sep}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exportkit.overrides import Attribute, replaced, with_imports
-from exportkit.rewrites.branches import deciding, instructions_by_line, place_asking, tracing
+from exportkit.rewrites.branches import EQUALITIES, deciding, instructions_by_line, place_asking, tracing
 from exportkit.rewrites.model_code import Place
 
 ExecutionPath = Mapping[Place, Sequence[bool]]  # what each place decides, in the order of a call
@@ -103,11 +103,10 @@ def asked_for_equality(
 
         return value
 
-    asked: dict[str, Callable[..., torch.Tensor]] = {"equal": torch.eq, "allclose": torch.isclose}
     return replaced(
         with_imports(
             (Attribute(owner, name), asking(getattr(owner, name), function))
-            for name, function in asked.items()
+            for name, function in EQUALITIES.items()
             for owner in (torch, torch.Tensor)
         )
     )

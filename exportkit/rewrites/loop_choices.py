@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from exportkit.rewrites.loop_names import names_of, stored_in
 from exportkit.rewrites.loop_syntax import (
+    HELPERS,
     added_element,
     appending,
     assigned,
@@ -24,6 +25,8 @@ from exportkit.rewrites.loop_syntax import (
     variable,
     variables,
 )
+
+_TEST = "_exportkit_test"  # begins the name of what a decision tests
 
 
 def with_opposite_conditions(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -105,6 +108,12 @@ def is_choice(node: ast.If) -> bool:
     return all(map(_is_plain, (*node.body, *node.orelse)))
 
 
+def is_chosen(node: ast.If) -> bool:
+    """Returns whether a decision is one that `choosing` made: the body of an inner loop has them already."""
+    names = names_in(node.test)
+    return bool(names) and all(name.startswith(_TEST) or name == HELPERS for name in names)
+
+
 def older_names(node: ast.If, own: set[str]) -> list[str]:
     """Returns the names that some side of a decision leaves as they were, or reads as they were, of those that it sets.
 
@@ -130,7 +139,7 @@ def choosing(original: ast.If, changed: ast.If, number: int, own: set[str], targ
     stored, older = [name for name in stored_in([original]) if name not in own], older_names(original, own)
     numbers = sorted(targets & names_in(original))
     saved = [*older, *numbers]
-    test, before, first = (f"_exportkit_{kind}_{number}" for kind in ("test", "before", "first"))
+    test, before, first = f"{_TEST}_{number}", f"_exportkit_before_{number}", f"_exportkit_first_{number}"
 
     def side(statements: list[ast.stmt], holds: bool) -> list[ast.stmt]:
         guards = [

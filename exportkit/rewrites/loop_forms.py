@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-from exportkit.rewrites.loop_bodies import belongs
 from exportkit.rewrites.loop_choices import with_appends_in_any_case, with_opposite_conditions
-from exportkit.rewrites.loop_elements import ReadElement, read_elements
-from exportkit.rewrites.loop_growth import Bunched, Element, Grown, bunched_lists, early_end, grown_tensors, with_break
+from exportkit.rewrites.loop_elements import read_elements
+from exportkit.rewrites.loop_growth import (
+    bunched_lists,
+    early_end,
+    grown_tensors,
+    with_flag,
+)
 from exportkit.rewrites.loop_names import names_of
 from exportkit.rewrites.loop_syntax import (
     added_element,
@@ -27,49 +31,24 @@ from exportkit.rewrites.loop_syntax import (
     variable,
     walk,
 )
+from exportkit.rewrites.loop_whiles import PlainLoop, plain_while
 
 
-@dataclass
-class PlainLoop:
-    """A loop in its plain form.
-
-    Attributes:
-        loop: The loop.
-        places: Attributes and items that the body sets, by the local names that stand for them in the loop.
-        grown: Tensors that grow.
-        bunched: Lists to which every iteration adds several elements.
-        counter: The loop's counter, if it was a ``while``; it has a value after the loop.
-        targets: The names for what the loop's target is after it, by those of the target.
-        elements: What the iterations add to lists before the loop ends, by the names of the lists, if it may end early.
-        flag: The name of a flag that is set where the loop ends early.
-        read: Elements of lists that iterations read, while each of them adds one.
-    """
-
-    loop: ast.For
-    places: dict[str, ast.expr] = field(default_factory=dict)
-    grown: list[Grown] = field(default_factory=list)
-    bunched: list[Bunched] = field(default_factory=list)
-    counter: str | None = None
-    targets: dict[str, str] = field(default_factory=dict)
-    elements: dict[str, Element] = field(default_factory=dict)
-    flag: str | None = None
-    read: list[ReadElement] = field(default_factory=list)
-
-
-def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
-    """Returns the plain form of a loop; None for a ``while`` that does not count to a limit.
+def plain_loop(loop: ast.For | ast.While, number: int, by_values: bool = False) -> PlainLoop | None:
+    """Returns the plain form of a loop; None for a ``while`` that is not known to have one.
 
     Args:
         loop: The loop, which stays as it is.
         number: Makes the new names unique.
+        by_values: Whether a ``while`` that does not count to a limit ends by the values of tensors.
     """
     loop = _Appending().visit(copy.deepcopy(loop))
-    found = PlainLoop(loop) if isinstance(loop, ast.For) else _counted(with_break(loop), number)
+    found = PlainLoop(loop) if isinstance(loop, ast.For) else plain_while(loop, number, by_values)
     if found is None:
         return None
     found.loop.body = with_appends_in_any_case(with_opposite_conditions(found.loop.body), number)
     found.read = read_elements(found.loop, number)
-    _end_early(found, number)
+    (_end_by_flag if found.is_unbounded else _end_early)(found, number)
     targets = names_in(found.loop.target)
     own = names_in(*found.loop.body, context=ast.Store) - names_of(found.loop.body).read
     rewriter = _Statements(targets, targets | own)
@@ -78,7 +57,16 @@ def plain_loop(loop: ast.For | ast.While, number: int) -> PlainLoop | None:
     found.grown = grown_tensors(found.loop, number)
     found.bunched = bunched_lists(found.loop, number)
     ast.fix_missing_locations(found.loop)
+    if found.is_unbounded and (found.flag is None or found.adds):
+        return None
     return found
+
+
+def unbounded_loops(tree: ast.AST) -> Iterator[ast.While]:
+    """Yields the ``while`` loops in some code that have a plain form only if they end by the values of tensors."""
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.While) and plain_loop(loop, 0) is None and plain_loop(loop, 0, True) is not None:
+            yield loop
 
 
 def _end_early(found: PlainLoop, number: int) -> None:
@@ -135,93 +123,20 @@ def keep_targets(found: PlainLoop, later: set[str], number: int) -> None:
         body.insert(0, ast.fix_missing_locations(kept))
 
 
-def _counted(loop: ast.While, number: int) -> PlainLoop | None:
-    """A ``while`` that counts to a limit as a loop over a range; None for others.
-
-    ``while i < n: ...; i += 1`` is ``for i in range(i, n, 1)``, ``while i > 0: ...; i -= 1`` likewise, and
-    ``while len(items) < n: ...; items.append(x)`` is ``for length in range(len(items), n, 1)``.
-    """
-    match loop.test, loop.body[-1]:
-        case (
-            ast.Compare(ast.Name(name), [relation], [limit]),
-            ast.AugAssign(ast.Name(counter), ast.Add() | ast.Sub() as sign, ast.Constant(int() as size)),
-        ) if name == counter:
-            ends_at: str | None = counter
-            start: ast.expr = variable(name)
-            step, rest = size if isinstance(sign, ast.Add) else -size, loop.body[:-1]
-        case ast.Compare(ast.Call(ast.Name("len"), [ast.Name(items)], []) as start, [relation], [limit]), _:
-            name, step, ends_at = f"_exportkit_length_{number}", 1, None
-            found = _with_length(loop.body, items, name)
-            if found is None or items in names_in(limit):
-                return None
-            rest = found
-        case _:
-            return None
-    stored = names_in(*rest, context=ast.Store)
-    used = names_in(limit)
-    calls = [node for node in ast.walk(limit) if isinstance(node, ast.Call)]
-    if not rest or loop.orelse or name in stored or used & {*stored, name} or not all(map(_is_size, calls)):
-        return None
-    if any(isinstance(node, ast.Continue) and belongs(node, loop) for node in walk(rest)):
-        return None  # such an iteration does not count
-    beyond = _beyond(relation, step)
-    if beyond is None:
-        return None
-    if beyond:
-        limit = ast.BinOp(limit, ast.Add(), ast.Constant(beyond))
-    limits = [start, limit, ast.Constant(step)]
-    made = ast.For(ast.Name(name, ast.Store()), ast.Call(variable("range"), limits, []), rest, [], None)
-    return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), counter=ends_at)
-
-
-def _with_length(body: list[ast.stmt], items: str, length: str) -> list[ast.stmt] | None:
-    """The body of a loop with a name for the length of a list to which each iteration adds one element; else None."""
-    added = [added_element(statement) for statement in body]
-    adding = [place for place, each in enumerate(added) if each is not None and same(each[0], variable(items))]
-    if len(adding) != 1 or items in names_in(*body[: adding[0]], *body[adding[0] + 1 :], context=ast.Store):
-        return None
-    after = ast.BinOp(variable(length), ast.Add(), ast.Constant(1))
-    changed: list[Any] = []
-    for place, statement in enumerate(body):
-        changed.append(_Lengths(items, after if place > adding[0] else variable(length)).visit(statement))
-    return changed
-
-
-class _Lengths(ast.NodeTransformer):
-    """Puts an expression in place of the length of a list."""
-
-    def __init__(self, items: str, length: ast.expr) -> None:
-        self._items, self._length = items, length
-
-    def visit_Call(self, node: ast.Call) -> Any:
-        match node:
-            case ast.Call(ast.Name("len"), [ast.Name(name)], []) if name == self._items:
-                return ast.copy_location(copy.deepcopy(self._length), node)
-        return self.generic_visit(node)
-
-
-def _beyond(relation: ast.cmpop, step: int) -> int | None:
-    """How far a range goes beyond the limit of a counter; None if the counter does not come to its limit."""
-    match relation:
-        case ast.Lt() if step > 0:
-            return 0
-        case ast.Gt() if step < 0:
-            return 0
-        case ast.LtE() if step > 0:
-            return 1
-        case ast.GtE() if step < 0:
-            return -1
-        case ast.NotEq() if abs(step) == 1:
-            return 0
-    return None
-
-
-def _is_size(call: ast.Call) -> bool:
-    """Whether a call reads a size, which no iteration changes."""
-    match call.func:
-        case ast.Name("len") | ast.Attribute(_, "size" | "dim"):
-            return True
-    return False
+def _end_by_flag(found: PlainLoop, number: int) -> None:
+    """Lets a loop without a limit set a flag where it ends: at a ``break``, and where its test does not hold."""
+    flag, body, test = f"_exportkit_ended_{number}", found.loop.body, found.test
+    flagged = with_flag(body, flag)
+    if test is not None:
+        found.test = ast.copy_location(ast.UnaryOp(ast.Not(), test), test)
+        last = ast.copy_location(assigned(flag, found.test), body[-1])
+        goes_on = ast.copy_location(ast.UnaryOp(ast.Not(), variable(flag)), last)
+        body = [*body, last] if flagged is None else [*flagged, ast.copy_location(ast.If(goes_on, [last], []), last)]
+    elif flagged is not None:
+        body = flagged
+    else:
+        return
+    found.loop.body, found.flag = body, flag
 
 
 class _Appending(ast.NodeTransformer):

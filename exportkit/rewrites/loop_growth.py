@@ -234,7 +234,7 @@ def early_end(body: list[ast.stmt], number: int) -> EarlyEnd | None:
         return None
     body, elements = kept
     flag = f"_exportkit_ended_{number}"
-    flagged = _with_flag(body, flag)
+    flagged = with_flag(body, flag)
     if flagged is None:
         return None
     goes_on = ast.If(ast.UnaryOp(ast.Not(), variable(flag)), flagged, [])
@@ -242,14 +242,19 @@ def early_end(body: list[ast.stmt], number: int) -> EarlyEnd | None:
     return EarlyEnd([ast.copy_location(statement, body[0]) for statement in (goes_on, *lists)], flag, elements)
 
 
-def _with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
-    """The body with a flag that is set instead of ``if test: break``, after which nothing is done."""
+def with_flag(body: list[ast.stmt], flag: str) -> list[ast.stmt] | None:
+    """Returns a body with a flag that is set instead of ``if test: break``, after which nothing is done.
+
+    Args:
+        body: The body, which stays as it is; None is returned if it has no such statement.
+        flag: The name of the flag.
+    """
     for place, node in enumerate(body):
         match node:
             case ast.If(test, [*before, ast.Break() as end], rest):
                 after = [*rest, *body[place + 1 :]]
                 is_set = ast.copy_location(assigned(flag, ast.Constant(True)), end)
-                again = ast.If(test, [*before, is_set], _with_flag(after, flag) or after)
+                again = ast.If(test, [*before, is_set], with_flag(after, flag) or after)
                 return [*body[:place], ast.copy_location(again, node)]
     return None
 

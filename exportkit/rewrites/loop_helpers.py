@@ -24,12 +24,14 @@ from exportkit.rewrites.loop_lists import (
     segments,
     starred,
     steps_of_parts,
+    turns,
     until,
 )
 from exportkit.rewrites.loop_names import names_of_code
 from exportkit.rewrites.loop_positions import Position, exact, is_int, part_between, plain, small_exponent
 from exportkit.rewrites.loop_runs import run
 from exportkit.rewrites.loop_values import (
+    are_equal,
     boolean,
     both,
     bunch,
@@ -49,7 +51,7 @@ from exportkit.rewrites.loop_values import (
 from exportkit.rewrites.symbolic_lists import Parts, SizeList, SymbolicList, as_read, range_limits
 from exportkit.trees.tree import is_integer
 
-# Iterations of a loop with a fixed limit that may end early: fewer are traced one by one, more would take long.
+# Iterations of a loop with a limit that may end early: fewer are traced one by one; of more, none runs after the end.
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 4, 128
 
 
@@ -63,16 +65,21 @@ class Helpers:
     """What the source of a loop refers to."""
 
     @staticmethod
-    def steps(iterated: Any, ends_early: bool = False) -> Any:
+    def steps(iterated: Any, ends_early: bool = False, flag: Any = None) -> Any:
         """Returns the iterations of a loop over something; the thing itself if its length is a number.
 
         Args:
             iterated: The thing.
             ends_early: Whether the loop may end before the last iteration, by the value of a tensor.
+            flag: The place, among the values that iterations leave, of what is true once it has ended; None for others.
         """
-        if ends_early and isinstance(iterated, range) and _FEWEST_ITERATIONS <= len(iterated) <= _MOST_ITERATIONS:
-            start, stop, step = iterated.start, iterated.stop, iterated.step
-            return Helpers._of_range(start, stop, step)
+        if isinstance(iterated, Iterations) and iterated.count is None:
+            return iterated.ending(flag)
+        if ends_early and isinstance(iterated, range) and len(iterated) >= _FEWEST_ITERATIONS:
+            found = Helpers._of_range(iterated.start, iterated.stop, iterated.step)
+            if len(iterated) <= _MOST_ITERATIONS:
+                return found
+            return iterated if flag is None else found.ending(flag)
         if isinstance(iterated, StackedLists):
             elements = iterated.elements
             return Iterations(
@@ -87,6 +94,7 @@ class Helpers:
         return iterated
 
     nested, starred, until = staticmethod(itertools.product), staticmethod(starred), staticmethod(until)
+    turns, are_equal = staticmethod(turns), staticmethod(are_equal)
 
     @staticmethod
     def are_symbolic(*iterated: Any) -> bool:

@@ -35,22 +35,38 @@ class Iterations:
     """The iterations of a loop of symbolic length.
 
     Args:
-        elements: Nested tensors whose first axis is the loop.
+        elements: Nested tensors whose first axis is the loop; an empty tuple for a loop without a limit.
         given: Makes what the body gets from an element, and from how the iteration is run.
         first: Returns what it gets in the first iteration.
+
+    Attributes:
+        flag: The place, among the values that iterations leave, of what ends the loop once it is true; None if all
+            iterations run.
     """
 
     def __init__(self, elements: Any, given: Callable[[Any, Iteration], Any], first: Callable[[], Any]) -> None:
         self.elements, self.given, self.first = elements, given, first
+        self.flag: int | None = None
 
     @property
     def count(self) -> Any:
-        """How many iterations there are."""
-        return count_of(self.elements)
+        """How many iterations there are; None if that depends on values alone."""
+        return None if isinstance(self.elements, tuple) and not self.elements else count_of(self.elements)
+
+    def ending(self, flag: int) -> Iterations:
+        """Returns the iterations, of which none runs once a value is true."""
+        found = Iterations(self.elements, self.given, self.first)
+        found.flag = flag
+        return found
 
     def until(self, count: Any) -> Iterations:
         """Returns the first iterations."""
         return Iterations(tree_map(lambda tensor: tensor[:count], self.elements), self.given, self.first)
+
+
+def turns() -> Iterations:
+    """Returns the iterations of a loop that has no limit."""
+    return Iterations((), lambda element, _: element, lambda: ())
 
 
 class Stacked(TensorList):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exportkit._torch_compat.loop_operators import scan, without_aliases
+from exportkit._torch_compat.loop_operators import scan, while_loop, without_aliases
 from exportkit._torch_compat.pytree import tree_flatten, tree_map, tree_unflatten
 from exportkit._torch_compat.symbolic_shapes import (
     has_counted_size,
@@ -23,7 +23,7 @@ from exportkit.rewrites.lengths import own_types
 from exportkit.rewrites.loop_indices import SliceOfUnknownLength, Slots, rows
 from exportkit.rewrites.loop_lists import Iteration, Iterations, Stacked, count_of, lists_of
 from exportkit.rewrites.loop_names import names_of_code
-from exportkit.rewrites.loop_values import CAUGHT, checked
+from exportkit.rewrites.loop_values import CAUGHT, as_tensor, checked, chosen
 from exportkit.rewrites.model_code import may_be_caught
 from exportkit.rewrites.symbolic_lists import Parts, Repeated, SymbolicList
 
@@ -81,10 +81,14 @@ def _first_iteration(
     steps: Iterations, body: types.FunctionType, values: list[Any], caught: str | None
 ) -> tuple[list[Any], Any]:
     """The values after the first iteration, and the elements that it adds to lists."""
-    if not steps.count > 0:
+    if steps.count is not None and not steps.count > 0:
         raise TypeError("the first iteration differs from the others, and the loop may run zero times")
-    first, added = body(tuple(values), steps.first(), caught)
-    return [torch.as_tensor(value) if isinstance(value, int) else value for value in first], tree_map(_own, added)
+    has_ended = None if steps.count is not None or steps.flag is None else values[steps.flag]
+    is_idle = torch.as_tensor(has_ended) if has_ended is not None and has_ended is not False else None
+    first, added = body(tuple(values), steps.first(), caught or is_idle)
+    if is_idle is not None:  # there may be no iteration
+        first = chosen(is_idle, tuple(values), first)
+    return [as_tensor(value) for value in first], tree_map(_own, added)
 
 
 def _in_two_passes(steps: Iterations, loop_body: _LoopBody) -> tuple[Any, Any]:
@@ -243,6 +247,8 @@ class _LoopBody:
 
 def _operator(steps: Iterations, loop_body: _LoopBody, is_first_apart: bool) -> tuple[Any, Any]:
     """The values after the loop, and what its iterations add to lists."""
+    if steps.flag is not None:
+        return _until_ended(steps, loop_body, steps.flag, is_first_apart), ()
     elements = steps.elements
     # onnxruntime runs no loop without iterations: one that changes nothing is put before them, or is the first one
     has_idle = is_first_apart or _may_be_zero(steps.count)
@@ -257,6 +263,26 @@ def _operator(steps: Iterations, loop_body: _LoopBody, is_first_apart: bool) -> 
         state, outputs = scan(lambda state, given: loop_body.run(state, *given), loop_body.state, (elements, is_idle))
         outputs = outputs if is_first_apart else tree_map(lambda output: output[1:], outputs)
         return loop_body.values(state), outputs
+
+
+def _until_ended(steps: Iterations, loop_body: _LoopBody, flag: int, is_first_apart: bool) -> Any:
+    """The values after a loop that no iteration of which runs once a value is true."""
+    elements, count = tree_map(_own, steps.elements), steps.count
+
+    def goes_on(turn: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
+        has_ended = loop_body.values(state)[flag].reshape(())
+        goes: torch.Tensor = ~has_ended if count is None else ~has_ended & (turn < count)
+        return goes
+
+    def iteration(turn: torch.Tensor, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        element = tree_map(lambda tensor: tensor.index_select(0, turn.reshape(1))[0], elements)
+        after, _ = loop_body.run(state, element, None)
+        return turn + 1, *after
+
+    with own_types():
+        first = torch.full((), int(is_first_apart), dtype=torch.int64)
+        _, *state = while_loop(goes_on, iteration, (first, *loop_body.state))
+    return loop_body.values(tuple(state))
 
 
 def _opened(value: Any) -> Any:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from exportkit.rewrites.loop_choices import choosing, is_choice, later, older_names, with_tensors
+from exportkit.rewrites.loop_choices import choosing, is_choice, is_chosen, later, older_names, with_tensors
 from exportkit.rewrites.loop_names import names_of, uses_in
 from exportkit.rewrites.loop_syntax import (
     IS_IDLE,
@@ -16,6 +16,7 @@ from exportkit.rewrites.loop_syntax import (
     assigned,
     call,
     helper,
+    holds,
     loaded,
     names_in,
     parameters_in,
@@ -51,6 +52,18 @@ def body_statements(loop: ast.For, added: dict[int, str], kept: set[str]) -> lis
     return [*rewriter.begun(first), *statements]
 
 
+def value_before(test: ast.expr, flag: str) -> list[ast.stmt]:
+    """Returns statements that set a flag to a test before a loop, as its body does.
+
+    Args:
+        test: The test.
+        flag: The name of the flag.
+    """
+    body: list[ast.stmt] = [ast.copy_location(assigned(flag, test), test)]
+    rewriter = _Statements({}, set(), {flag}, uses_in(body), _read_names(body))
+    return [assigned(IS_IDLE, ast.Constant(None)), *rewriter.visited(copy.deepcopy(body))]
+
+
 def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> bool:
     """Lets a function that the body of a loop calls compute both sides of decisions; returns whether it has any.
 
@@ -73,13 +86,14 @@ def compute_both_sides(definition: ast.FunctionDef, lines: Collection[int]) -> b
     rewriter = _Statements({}, set(), kept, uses_in(body), _read_names(body))
     decisions_of = _Decisions(lines, rewriter)
     statements = [each for statement in body for each in as_statements(decisions_of.visit(statement))]
-    definition.body = [*rewriter.begun(body[0]), *statements]
+    is_idle = ast.copy_location(assigned(IS_IDLE, ast.Constant(None)), body[0])
+    definition.body = [is_idle, *rewriter.begun(body[0]), *statements]
     ast.fix_missing_locations(definition)
     return True
 
 
 def _is_in(node: ast.expr, lines: Collection[int]) -> bool:
-    return any(node.lineno <= line <= (node.end_lineno or node.lineno) for line in lines)
+    return any(holds(node, line) for line in lines)
 
 
 def _with_one_return(body: Sequence[ast.stmt]) -> list[ast.stmt] | None:
@@ -153,7 +167,7 @@ class _Statements(ast.NodeTransformer):
         return [each for statement in statements for each in as_statements(self.visit(statement))]
 
     def visit_If(self, node: ast.If) -> Any:
-        return self._decided(node, self._own(node))
+        return self.generic_visit(node) if is_chosen(node) else self._decided(node, self._own(node))
 
     def _decided(self, node: ast.If, own: set[str]) -> Any:
         if not is_choice(node):
@@ -260,9 +274,18 @@ class _Statements(ast.NodeTransformer):
                 return ast.copy_location(call("quotient", left, right), node)
             case ast.Call(ast.Name("int"), [ast.expr() as value], []):
                 return ast.copy_location(call("int", value, ast.Constant(_is_read(value))), node)
+            case ast.Call(ast.Attribute(owner, "equal" | "allclose" as name), [_, *_] as values):
+                of_torch = isinstance(owner, ast.Name) and owner.id == "torch"
+                changed = call("are_equal", ast.Constant(name), *([] if of_torch else [owner]), *values)
+                changed.keywords = node.keywords
+                return ast.copy_location(changed, node)
             case ast.Call(ast.Name("bool"), [ast.expr() as value], []):
                 return ast.copy_location(call("boolean", value), node)
         return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        is_opposite = isinstance(node.op, ast.Not)
+        return self.visit(with_tensors(node, self._targets)) if is_opposite else self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         self.generic_visit(node)

@@ -128,6 +128,11 @@ def walk(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
         yield from ast.walk(statement)
 
 
+def holds(node: ast.expr | ast.stmt, line: int) -> bool:
+    """Returns whether a node has a line."""
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
 def counter_of(loop: ast.For) -> tuple[str | None, ast.expr]:
     """Returns the name that counts the iterations one by one, None if there is none, and where it starts."""
     match loop.target, loop.iter:

@@ -13,6 +13,7 @@ import torch
 
 from exportkit._torch_compat.pytree import tree_flatten, tree_unflatten
 from exportkit._torch_compat.traced_values import asserted
+from exportkit.rewrites.branches import EQUALITIES
 from exportkit.rewrites.loop_lists import Stacked, parts_of
 from exportkit.rewrites.loop_positions import Position, is_int, plain
 from exportkit.rewrites.symbolic_lists import SymbolicList
@@ -55,6 +56,15 @@ def boolean(value: Any) -> Any:
     return truth(value) if isinstance(plain(value), torch.Tensor) else bool(value)
 
 
+def are_equal(name: str, left: Any, right: Any, *args: Any, **options: Any) -> Any:
+    """Returns what ``torch.equal`` or ``torch.allclose`` returns, as a tensor unless the shapes differ."""
+    left, right = plain(left), plain(right)
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return getattr(torch, name)(left, right, *args, **options)
+    is_alike = left.ndim == right.ndim and all(left.shape[axis] == right.shape[axis] for axis in range(left.ndim))
+    return False if name == "equal" and not is_alike else EQUALITIES[name](left, right, *args, **options).all()
+
+
 def opposite(value: Any) -> Any:
     """Returns ``not value``."""
     value = truth(value)
@@ -85,6 +95,13 @@ def is_one_of(value: Any, items: tuple[Any, ...]) -> Any:
         return value in items
     none = torch.zeros_like(value, dtype=torch.bool)
     return functools.reduce(lambda found, each: found | truth(value == plain(each)), items, none)
+
+
+def as_tensor(value: Any) -> Any:
+    """Returns a number as a tensor, as precise as it is in Python; other values as they are."""
+    if isinstance(value, float):
+        return torch.as_tensor(value, dtype=torch.float64)
+    return torch.as_tensor(value) if isinstance(value, int) else value
 
 
 def kept(value: Any) -> Any:
@@ -135,6 +152,8 @@ def _chosen(test: torch.Tensor, first: Any, other: Any) -> Any:
         return first
     if any(isinstance(each, bool) for each in (first, other)):
         first, other = torch.as_tensor(first), torch.as_tensor(other)
+    elif all(isinstance(each, int | float) for each in (first, other)) and float in (type(first), type(other)):
+        first, other = as_tensor(float(first)), as_tensor(float(other))
     kinds = torch.Tensor | int | float | torch.SymInt | torch.SymFloat
     if not isinstance(first, kinds) or not isinstance(other, kinds):
         raise TypeError("the branches of an `if` assign values to one name that are not tensors")

@@ -24,10 +24,10 @@ from exportkit.overrides import Item, classes_of, namespaces, replaced
 from exportkit.rewrites.lengths import Cached
 from exportkit.rewrites.loop_bodies import appended, obstacle, other_reference
 from exportkit.rewrites.loop_comprehensions import SymbolicLists, with_loops_for_comprehensions
-from exportkit.rewrites.loop_forms import PlainLoop, keep_targets, nested_loops, plain_loop
+from exportkit.rewrites.loop_forms import keep_targets, nested_loops, plain_loop, unbounded_loops
 from exportkit.rewrites.loop_helpers import Helpers
 from exportkit.rewrites.loop_names import carried, read_after
-from exportkit.rewrites.loop_statements import body_statements, compute_both_sides
+from exportkit.rewrites.loop_statements import body_statements, compute_both_sides, value_before
 from exportkit.rewrites.loop_syntax import (
     HELPERS,
     IS_IDLE,
@@ -36,6 +36,7 @@ from exportkit.rewrites.loop_syntax import (
     assigned,
     call,
     helper,
+    holds,
     names_in,
     rebound,
     root_of,
@@ -45,6 +46,7 @@ from exportkit.rewrites.loop_syntax import (
     walk,
 )
 from exportkit.rewrites.loop_values import NOTHING
+from exportkit.rewrites.loop_whiles import PlainLoop
 from exportkit.rewrites.model_code import Line, only_raises
 from exportkit.rewrites.packed_sequences import layers_in_loops
 
@@ -74,7 +76,7 @@ def loops_as_operators(
     Args:
         model: The model.
         called: Python modules with functions that the model calls.
-        deciding: Lines of functions that loops call, which decide by the values of tensors: they compute both sides.
+        deciding: Lines of loops, and of functions that loops call, which decide by the values of tensors.
     """
     owners = (*classes_of(model), *dict.fromkeys([*namespaces(model), *called]), *model.modules())
     own = [owner for owner in owners if _package(owner) not in _LEFT]
@@ -140,13 +142,15 @@ def with_loops_as_functions(
     Args:
         definition: The source of the function.
         names: What it takes from the functions around it.
-        deciding: Lines that decide by the values of tensors: the function computes both sides.
+        deciding: Lines that decide by the values of tensors: the function computes both sides, and a ``while`` without
+            a limit that has such a line goes on until they end it.
     """
-    decides = compute_both_sides(definition, deciding)
+    unbounded = {line for line in deciding if any(holds(loop, line) for loop in unbounded_loops(definition))}
+    decides = compute_both_sides(definition, {*deciding} - unbounded)
     definition = with_loops_for_comprehensions(definition)
     lists = SymbolicLists(definition)
     definition = ast.fix_missing_locations(lists.visit(definition))
-    loops = _Loops(definition)
+    loops = _Loops(definition, unbounded)
     changed = loops.visit(definition)
     if not loops.found and not lists.found and not decides:
         return None
@@ -162,10 +166,11 @@ class _Loops(ast.NodeTransformer):
 
     Args:
         definition: The function.
+        deciding: Lines that decide by the values of tensors whether a loop without a limit goes on.
     """
 
-    def __init__(self, definition: ast.FunctionDef) -> None:
-        self._definition = definition
+    def __init__(self, definition: ast.FunctionDef, deciding: Collection[int]) -> None:
+        self._definition, self._deciding = definition, deciding
         self._around: list[ast.For | ast.While] = []
         self._count = self.found = 0
 
@@ -184,16 +189,18 @@ class _Loops(ast.NodeTransformer):
         original = original or node
         self._count += 1
         number = self._count
-        plain = plain_loop(node, number)
+        by_values = isinstance(node, ast.While) and any(holds(node, line) for line in self._deciding)
+        plain = plain_loop(node, number, by_values)
         lists = {} if plain is None else appended(plain.loop)
-        is_simple = plain is not None and obstacle(plain.loop, lists) is None
+        is_simple = plain is not None and obstacle(plain.loop, lists) is None and not (plain.is_unbounded and lists)
         names, reason = [], None
         if plain is not None and is_simple:
             added = {*lists, *plain.elements, *[bunched.name for bunched in plain.bunched]}
             reason = other_reference(self._definition, original, self._around, added)
             keep_targets(plain, read_after(self._definition.body, original) or set(), number)
             needed = {*plain.places, *plain.targets.values(), *[each.count for each in plain.elements.values()]}
-            needed |= {plain.counter} if plain.counter else set()
+            needed |= {name for name in (plain.counter, plain.flag) if name}
+            needed |= names_in(plain.returned) if plain.returned is not None else set()
             names = carried(self._definition, original, plain.loop, self._around, needed)
         self._around.append(node)
         self.generic_visit(node)
@@ -278,11 +285,14 @@ def _with_body(
     run = call("run", *loaded, tuple_of(before), variables(lists), facts)
     after = ast.Tuple([variables(names, ast.Store()), variables(lists, ast.Store())], ast.Store())
     iterated, ends_early = _Iterated().visit(loop.iter), ast.Constant(plain.flag is not None)
+    flag = names.index(plain.flag) if plain.flag is not None and not (lists or plain.adds) else None
     symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop, steps)]
+    if plain.returned is not None:
+        symbolic.append(plain.returned)
     if reason is not None:
         symbolic = [ast.Expr(call("refuse", ast.Constant(reason)))]
     return [
-        assigned(steps, call("steps", iterated, ends_early)),
+        assigned(steps, call("steps", iterated, ends_early, ast.Constant(flag))),
         ast.If(call("are_symbolic", variable(steps)), symbolic, [again]),
     ]
 
@@ -324,7 +334,9 @@ def _before(plain: PlainLoop) -> list[ast.stmt]:
     for each in plain.elements.values():
         for name, start in ((each.name, ast.Constant(NOTHING)), (each.count, ast.Constant(0))):
             found.append(assigned(name, start))
-    if plain.flag is not None:
+    if plain.flag is not None and plain.test is not None:
+        found += value_before(plain.test, plain.flag)
+    elif plain.flag is not None:
         found.append(assigned(plain.flag, ast.Constant(False)))
     for grown in plain.grown:
         found.append(assigned(grown.elements, ast.List([], ast.Load())))

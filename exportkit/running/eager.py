@@ -32,8 +32,9 @@ from exportkit.trees import flatten
 _NO_GRADIENT = "does not require grad"  # of torch, where a model computes a gradient and none is recorded
 IN_TF32 = fixed_bound(0.05, 0.05)  # what a run that rounds to TF32 may be off
 _MOST_COPIED = 10**9  # weights of a model that is copied to see what it does in float32
-# A run may take so many times as long as the longest run of the model before, and at least so many seconds, less after
-# some were stopped: a model that iterates until values no longer change may never return for made-up values.
+# A run may take so many times as long as the longest run of the model before, for as many elements, but at least so
+# many seconds, a quarter of that after each run that was stopped: a model that iterates until values no longer change
+# may never return for made-up values.
 _MOST_TIMES, _LEAST_SECONDS = 100, 10.0
 
 Answer = TypeVar("Answer")
@@ -109,7 +110,7 @@ def run_eager(model: torch.nn.Module, method: str, call: Call, around: Around | 
             _gradients_kept(model),
             as_on_cpu((*call.tensors().values(), *model.parameters(), *model.buffers())),
             fixed_numbers(call.seed, call.generators()),
-            _limited_time(model),
+            _limited_time(model, call),
         ):
             return run(values) if around is None else around(values, run)
 
@@ -132,27 +133,40 @@ class _TimeUp(TimeoutError):
 
 @dataclass
 class _Runs:
-    """What is known of the runs of a model: the seconds that the longest took, and how many did not return."""
+    """What is known of the runs of a model.
+
+    Attributes:
+        longest: The seconds that the longest run took; None before the first one.
+        elements: The elements of the tensors that it got.
+        stopped: How many runs did not return.
+    """
 
     longest: float | None = None
+    elements: int = 1
     stopped: int = 0
+
+    def limit(self, elements: int) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that raises `TimeoutError` in a run that takes far longer than others."""
+        if self.longest is None:
+            return contextlib.nullcontext()
+        ratio = max(1.0, elements / self.elements) ** 2  # attention takes a square of the length
+        return _limited(max(_LEAST_SECONDS / 4**self.stopped, _MOST_TIMES * ratio * self.longest))
 
 
 @contextlib.contextmanager
-def _limited_time(model: torch.nn.Module) -> Iterator[None]:
+def _limited_time(model: torch.nn.Module, call: Call) -> Iterator[None]:
     """Raises an error in a run that takes far longer than other runs of the model. The first run may take any time."""
     runs, started = _runs().setdefault(model, _Runs()), time.perf_counter()
-    if runs.longest is None:
-        limit = contextlib.nullcontext()
-    else:
-        limit = _limited(max(_LEAST_SECONDS / (1 + runs.stopped), _MOST_TIMES * runs.longest))
+    elements = sum(tensor.numel() for tensor in call.tensors().values()) or 1
     try:
-        with limit:
+        with runs.limit(elements):
             yield
     except TimeoutError:
         runs.stopped += 1
         raise
-    runs.longest = max(runs.longest or 0.0, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    if runs.longest is None or seconds > runs.longest:
+        runs.longest, runs.elements = seconds, elements
 
 
 @contextlib.contextmanager

@@ -152,10 +152,11 @@ def with_a_limit_that_no_call_reached(layer, x):
 
 
 def until_nothing_is_left(layer, x):
-    mask = x > 1
+    mask, masks = x > 1, []
     while mask.any():
         x = torch.where(mask, x / 2, x)
         mask = x > 1
+        masks.append(mask)
     return layer(x)
 
 

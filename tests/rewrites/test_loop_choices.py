@@ -213,17 +213,6 @@ def that_adds_to_a_list_in_some_iterations(self, x):
     return torch.stack(rows, 1)
 
 
-def that_repeats_an_iteration(self, x):
-    iteration, state = 0, x.mean(1)
-    while iteration < x.shape[1]:
-        if x.abs().max() > 1:  # such an iteration does not count
-            x = x * 0.5
-            continue
-        state = state * 0.7 + x[:, iteration]
-        iteration += 1
-    return state
-
-
 def that_decides_about_shapes(self, x):
     state = x.mean(1)
     for i in range(x.shape[1]):
@@ -231,9 +220,7 @@ def that_decides_about_shapes(self, x):
     return state
 
 
-@pytest.mark.parametrize(
-    "function", [that_adds_to_a_list_in_some_iterations, that_repeats_an_iteration, that_decides_about_shapes]
-)
+@pytest.mark.parametrize("function", [that_adds_to_a_list_in_some_iterations, that_decides_about_shapes])
 def test_sides_that_cannot_be_computed_together_are_refused_with_the_line(function):
     model, observer = looping(function)
     with pytest.raises(ExportError) as caught:

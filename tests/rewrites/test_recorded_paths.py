@@ -69,8 +69,10 @@ def test_what_one_way_alone_needs_is_in_its_branch(tmp_path):
 
 
 def halved(_model, x):
+    states = []
     while x.abs().max() > 1:
         x = x / 2
+        states.append(x)
     return x
 
 
