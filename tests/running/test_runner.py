@@ -8,6 +8,7 @@ import exportkit
 from exportkit.calls.call import Call
 from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError, RuntimeFailure
+from exportkit.running import eager
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
 from exportkit.running.runner import compare_calls, recorded
@@ -123,3 +124,26 @@ def test_an_input_that_is_not_a_tensor_is_refused_as_such(given, got, tmp_path):
         graph(given)
     with pytest.raises(ArgumentError, match="A required input is missing"):
         graph()
+
+
+class Halved(torch.nn.Module):
+    """Divides by two until all numbers are small, which infinity never is."""
+
+    def forward(self, x):
+        while x.abs().max() > 1:
+            x = x / 2
+        return x
+
+
+def test_a_run_that_does_not_return_is_stopped(monkeypatch):
+    monkeypatch.setattr(eager, "_LEAST_SECONDS", 0.5)
+    model, observer = Halved(), exportkit.InputObserver()
+    with observer(model):
+        model(torch.full((2,), 8.0))
+    runner, (call,) = EagerRunner(model, "forward"), observer.observation.calls
+    endless = call.with_tensors({"x": torch.full((2,), torch.inf)})
+    assert [result.tolist() for result in runner(call).values()] == [[1.0, 1.0]]
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="did not return within"):
+            runner(endless)
+    assert [result.tolist() for result in runner(call).values()] == [[1.0, 1.0]]
