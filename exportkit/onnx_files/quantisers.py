@@ -22,7 +22,7 @@ from exportkit.onnx_files.quantised import BITS, CLASSES, SCOPES, Quantisation, 
 from exportkit.running.compare import Tensors
 from exportkit.running.kernels import FLOATS, add_outputs
 from exportkit.running.placement import require_onnxruntime
-from exportkit.running.protos import all_nodes, copied, set_nodes, weights_of
+from exportkit.running.protos import all_nodes, copied, set_nodes, subgraphs, weights_of
 from exportkit.running.session import Session
 
 if TYPE_CHECKING:
@@ -324,8 +324,9 @@ def in_float16(model: onnx.ModelProto, kept: Collection[str]) -> onnx.ModelProto
 
     Args:
         model: The graph; it is changed.
-        kept: Names of nodes that stay in float32.
+        kept: Names of nodes that stay in float32. Loops do not: the converter casts what a body takes from around it.
     """
+    kept = {node.name for node in model.graph.node if node.name in kept and not subgraphs(node)}
     with quiet_logging():
         from onnxruntime.transformers import float16
 
@@ -337,7 +338,31 @@ def in_float16(model: onnx.ModelProto, kept: Collection[str]) -> onnx.ModelProto
         )
     _drop_repeated_casts(converted.graph)
     _pass_on(converted.graph, kept)
-    return converted
+    return _with_casts_inside(converted)
+
+
+def _with_casts_inside(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph with casts of what the body of a loop computes in this body: the converter puts all casts outside."""
+    import onnx_ir
+
+    bodies = {}
+    for body in (part for node in all_nodes(model.graph) for part in subgraphs(node)):
+        names = [*(value.name for value in body.input), *(name for node in body.node for name in node.output)]
+        bodies.update(dict.fromkeys(names, body))
+    casts = [node for node in model.graph.node if node.op_type == "Cast"]
+    moved: dict[str, onnx.NodeProto] = {}
+    while inside := [node for node in casts if node.input[0] in bodies and node.output[0] not in moved]:
+        for node in inside:
+            body = bodies[node.output[0]] = bodies[node.input[0]]
+            moved[node.output[0]] = body.node.add()
+            moved[node.output[0]].CopyFrom(node)
+    if not moved:
+        return model
+    set_nodes(model.graph, [node for node in model.graph.node if node.output[0] not in moved])
+    found = onnx_ir.from_proto(model)
+    found.graph.sort()
+    sorted_model: onnx.ModelProto = onnx_ir.to_proto(found)
+    return sorted_model
 
 
 def _drop_repeated_casts(graph: onnx.GraphProto) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import traceback
 from collections.abc import Collection
 from pathlib import Path
@@ -14,6 +15,7 @@ from exportkit._torch_compat.traced_values import is_data_dependent
 from exportkit.rewrites import loop_runs
 from exportkit.rewrites.loop_bodies import Obstacle, appended, obstacle
 from exportkit.rewrites.loop_forms import plain_loop, unbounded_loops
+from exportkit.rewrites.loop_growth import without_returns
 from exportkit.rewrites.loop_syntax import holds
 from exportkit.rewrites.model_code import Line, ModelLine, is_model_code, parsed
 
@@ -82,7 +84,17 @@ def deciding_line(error: BaseException | None, known: Collection[Line]) -> Line 
 
 
 def _is_in_unbounded_loop(file: str, line: int) -> bool:
-    return any(holds(loop, line) for loop in unbounded_loops(parsed(file)))
+    return any(holds(loop, line) for loop in unbounded_loops(_loops_of(file)))
+
+
+@functools.lru_cache(maxsize=64)
+def _loops_of(file: str) -> ast.Module:
+    """The syntax tree of a file, in which functions return after their loops."""
+    tree = parsed(file)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body = without_returns(node.body)
+    return tree
 
 
 def _at(text: str, file: str, line: int) -> str:
@@ -105,7 +117,7 @@ def _reason_at(file: str, line: int) -> Obstacle | None:
 
     The line is the first one of the loop, or a statement in its body.
     """
-    tree = parsed(file)
+    tree = _loops_of(file)
     around = [node for node in ast.walk(tree) if isinstance(node, _Function) and holds(node, line)]
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and _begins(node, line)]
     inner = [node for node in ast.walk(tree) if isinstance(node, _Comprehension) and holds(node, line)]

@@ -9,12 +9,7 @@ from typing import Any
 
 from exportkit.rewrites.loop_choices import with_appends_in_any_case, with_opposite_conditions
 from exportkit.rewrites.loop_elements import read_elements
-from exportkit.rewrites.loop_growth import (
-    bunched_lists,
-    early_end,
-    grown_tensors,
-    with_flag,
-)
+from exportkit.rewrites.loop_growth import bunched_lists, early_end, grown_tensors, with_flag
 from exportkit.rewrites.loop_names import names_of
 from exportkit.rewrites.loop_syntax import (
     added_element,
@@ -64,9 +59,9 @@ def plain_loop(loop: ast.For | ast.While, number: int, by_values: bool = False) 
 
 def unbounded_loops(tree: ast.AST) -> Iterator[ast.While]:
     """Yields the ``while`` loops in some code that have a plain form only if they end by the values of tensors."""
-    for loop in ast.walk(tree):
-        if isinstance(loop, ast.While) and plain_loop(loop, 0) is None and plain_loop(loop, 0, True) is not None:
-            yield loop
+    for node in ast.walk(tree):
+        if isinstance(node, ast.While) and plain_loop(node, 0) is None and plain_loop(node, 0, True) is not None:
+            yield node
 
 
 def _end_early(found: PlainLoop, number: int) -> None:

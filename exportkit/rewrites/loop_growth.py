@@ -22,6 +22,7 @@ from exportkit.rewrites.loop_syntax import (
     walk,
 )
 
+_OF_FUNCTION = {"super", "locals"}  # what means something else in a function inside
 _CATS = {"cat", "concat", "concatenate"}
 
 
@@ -202,6 +203,49 @@ class EarlyEnd:
     body: list[ast.stmt]
     flag: str
     elements: dict[str, Element]
+
+
+def without_returns(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Returns the body of a function with the ``return`` of a loop after the loop, which ends there.
+
+    Args:
+        body: The body. A loop with several of them, or before other code than one ``return``, stays as it is.
+    """
+    if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in walk(body)):
+        return body
+    for place, loop in enumerate(body):
+        if not isinstance(loop, ast.For | ast.While):
+            continue
+        match body[place + 1 :]:
+            case [ast.Return(ast.expr() as other) as last]:
+                others, line = [other], last.lineno
+            case [] if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant):
+                others, line = [], (loop.end_lineno or loop.lineno) + 1
+            case _:
+                continue
+        leaves = [node for node in walk(loop.body) if isinstance(node, ast.Return | ast.Break)]
+        returns = [node for node in leaves if isinstance(node, ast.Return)]
+        for node in loop.body:
+            match node:
+                case ast.If(_, [*before, ast.Return(ast.expr() as value) as end]) if [end] == returns:
+                    if (not others and len(leaves) > 1) or names_in(value, *others) & _OF_FUNCTION:
+                        continue
+                    flag = f"_exportkit_returned_{place}"
+                    node.body = [*before, assigned(flag, ast.Constant(True)), ast.Break()]
+                    if others:
+                        sides = map(_function_of, [value, *others])
+                        value = call("one_of_two", variable(flag), *sides, ast.Tuple([], ast.Load()))
+                    first = ast.copy_location(assigned(flag, ast.Constant(False)), loop)
+                    made = [first, loop, ast.copy_location(ast.Return(value), loop)]
+                    for each in ast.walk(made[-1]):  # it reads what the loop leaves
+                        if isinstance(each, ast.expr | ast.stmt):
+                            each.lineno = each.end_lineno = line
+                    return [*body[:place], *map(ast.fix_missing_locations, made)]
+    return body
+
+
+def _function_of(value: ast.expr) -> ast.Lambda:
+    return ast.Lambda(ast.arguments([], [], None, [], [], None, []), value)
 
 
 def with_break(loop: ast.While) -> ast.While:

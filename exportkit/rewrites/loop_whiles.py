@@ -29,7 +29,6 @@ class PlainLoop:
         read: Elements of lists that iterations read, while each of them adds one.
         is_unbounded: Whether only the flag ends it; it is set at the end of an iteration, or after a ``break``.
         test: What an unbounded loop tests before its first iteration, if it does.
-        returned: What the function returns after the loop, if the loop has the function return.
     """
 
     loop: ast.For
@@ -43,7 +42,6 @@ class PlainLoop:
     read: list[ReadElement] = field(default_factory=list)
     is_unbounded: bool = False
     test: ast.expr | None = None
-    returned: ast.Return | None = None
 
     @property
     def adds(self) -> bool:
@@ -103,20 +101,12 @@ def _counted(loop: ast.While, number: int) -> PlainLoop | None:
 
 
 def _unbounded(loop: ast.While, number: int) -> PlainLoop | None:
-    """A ``while`` without a limit; where it has no test, either, its ``return`` is put after it."""
-    if loop.orelse:
+    """A ``while`` without a limit."""
+    if loop.orelse or (isinstance(loop.test, ast.Constant) and not loop.test.value):
         return None
-    body, returned, test = loop.body, None, None if isinstance(loop.test, ast.Constant) else loop.test
-    if test is None:
-        returns = [node for node in walk(body) if isinstance(node, ast.Return)]
-        ends = any(isinstance(node, ast.Break) and belongs(node, loop) for node in walk(body))
-        for node in body:
-            match node:
-                case ast.If(_, [*before, ast.Return() as end]) if [end] == returns and not ends:
-                    node.body, returned = [*before, ast.copy_location(ast.Break(), end)], end
-    made = ast.For(ast.Name(f"_exportkit_turn_{number}", ast.Store()), call("turns"), body, [], None)
-    made = ast.fix_missing_locations(ast.copy_location(made, loop))
-    return PlainLoop(made, is_unbounded=True, test=test, returned=returned)
+    test = None if isinstance(loop.test, ast.Constant) else loop.test
+    made = ast.For(ast.Name(f"_exportkit_turn_{number}", ast.Store()), call("turns"), loop.body, [], None)
+    return PlainLoop(ast.fix_missing_locations(ast.copy_location(made, loop)), is_unbounded=True, test=test)
 
 
 def _with_length(body: list[ast.stmt], items: str, length: str) -> list[ast.stmt] | None:

@@ -25,6 +25,7 @@ from exportkit.rewrites.lengths import Cached
 from exportkit.rewrites.loop_bodies import appended, obstacle, other_reference
 from exportkit.rewrites.loop_comprehensions import SymbolicLists, with_loops_for_comprehensions
 from exportkit.rewrites.loop_forms import keep_targets, nested_loops, plain_loop, unbounded_loops
+from exportkit.rewrites.loop_growth import without_returns
 from exportkit.rewrites.loop_helpers import Helpers
 from exportkit.rewrites.loop_names import carried, read_after
 from exportkit.rewrites.loop_statements import body_statements, compute_both_sides, value_before
@@ -145,6 +146,7 @@ def with_loops_as_functions(
         deciding: Lines that decide by the values of tensors: the function computes both sides, and a ``while`` without
             a limit that has such a line goes on until they end it.
     """
+    definition.body = without_returns(definition.body)
     unbounded = {line for line in deciding if any(holds(loop, line) for loop in unbounded_loops(definition))}
     decides = compute_both_sides(definition, {*deciding} - unbounded)
     definition = with_loops_for_comprehensions(definition)
@@ -200,7 +202,6 @@ class _Loops(ast.NodeTransformer):
             keep_targets(plain, read_after(self._definition.body, original) or set(), number)
             needed = {*plain.places, *plain.targets.values(), *[each.count for each in plain.elements.values()]}
             needed |= {name for name in (plain.counter, plain.flag) if name}
-            needed |= names_in(plain.returned) if plain.returned is not None else set()
             names = carried(self._definition, original, plain.loop, self._around, needed)
         self._around.append(node)
         self.generic_visit(node)
@@ -287,8 +288,6 @@ def _with_body(
     iterated, ends_early = _Iterated().visit(loop.iter), ast.Constant(plain.flag is not None)
     flag = names.index(plain.flag) if plain.flag is not None and not (lists or plain.adds) else None
     symbolic = [*_before(plain), function, ast.Assign([after], run), *_after(plain, loop, steps)]
-    if plain.returned is not None:
-        symbolic.append(plain.returned)
     if reason is not None:
         symbolic = [ast.Expr(call("refuse", ast.Constant(reason)))]
     return [

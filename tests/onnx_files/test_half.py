@@ -126,6 +126,33 @@ def test_a_model_in_half_precision_is_proven_and_its_distance_from_float32_is_sa
         exported.to_onnx(tmp_path / "model.onnx", dtype="float16")
 
 
+class Iterated(torch.nn.Module):
+    """A loop that ends by values, in which an operator stays in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        state, error = torch.zeros_like(x), float("inf")
+        while error > 1e-2:
+            new = torch.minimum(torch.tanh(self.layer(state) * 0.3 + x), x.abs())
+            error = (new - state).norm().item()
+            state = new
+        return {"state": state}
+
+
+def test_the_body_of_a_loop_computes_in_float16(tmp_path):
+    torch.manual_seed(0)
+    model, observer = Iterated().eval(), exportkit.InputObserver()
+    with observer(model), torch.no_grad():
+        model(torch.randn(2, 8))
+        model(torch.randn(3, 8))
+    report = exportkit.export(model, observer).to_onnx(tmp_path / "model.onnx", dtype="float16").verify()
+    assert report.ok, str(report)
+    assert report.figures["recorded"]["state"].error < 5e-3
+
+
 def test_another_dtype_is_refused(exported, tmp_path):
     with pytest.raises(InvalidRequestError, match="expected: 'float16'"):
         exported.to_onnx(tmp_path / "model.onnx", dtype="float8")

@@ -1,4 +1,4 @@
-"""Loops that go on until the values of tensors end them: the graph runs as many iterations as the model."""
+"""Loops that go on until the values of tensors end them, and ones that return: the graph ends where the model does."""
 
 import pytest
 import torch
@@ -109,9 +109,49 @@ def that_repeats_an_iteration(_self, x):
     return state
 
 
+def that_returns_from_a_test(_self, x):
+    count = 0
+    while x.norm() > 1:
+        x, count = x / 2, count + 1
+        if x.abs().max() < 0.3:
+            return x * 3, torch.as_tensor(count)
+    return x, torch.as_tensor(count)
+
+
+def that_returns_or_breaks(_self, x):
+    while True:
+        x = x / 2
+        if x.norm() < 1:
+            break
+        if x.abs().max() < 0.6:
+            return x * 3
+    return x
+
+
+def that_returns_from_a_length(_self, x):
+    total = x[:, 0] * 0
+    for row in x.unbind(1):
+        total = total + row
+        if total.sum() > 5:
+            total = total * 2
+            return total.neg()
+    return total - 1
+
+
+def that_returns_a_place(_self, x):
+    for place, row in enumerate(x.unbind(1)):
+        if row.sum() > 2:
+            return torch.tensor(place)
+    return torch.tensor(-1)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        that_returns_from_a_test,
+        that_returns_or_breaks,
+        that_returns_from_a_length,
+        that_returns_a_place,
         until_it_is_small,
         until_nothing_changes,
         until_a_flag_is_set,
