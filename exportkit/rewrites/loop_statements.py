@@ -274,9 +274,8 @@ class _Statements(ast.NodeTransformer):
                 return ast.copy_location(call("quotient", left, right), node)
             case ast.Call(ast.Name("int"), [ast.expr() as value], []):
                 return ast.copy_location(call("int", value, ast.Constant(_is_read(value))), node)
-            case ast.Call(ast.Attribute(owner, "equal" | "allclose" as name), [_, *_] as values):
-                of_torch = isinstance(owner, ast.Name) and owner.id == "torch"
-                changed = call("are_equal", ast.Constant(name), *([] if of_torch else [owner]), *values)
+            case ast.Call(ast.Attribute(owner, "equal" | "allclose" as name), values):
+                changed = call("are_equal", owner, ast.Constant(name), *values)
                 changed.keywords = node.keywords
                 return ast.copy_location(changed, node)
             case ast.Call(ast.Name("bool"), [ast.expr() as value], []):

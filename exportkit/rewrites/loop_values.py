@@ -56,13 +56,21 @@ def boolean(value: Any) -> Any:
     return truth(value) if isinstance(plain(value), torch.Tensor) else bool(value)
 
 
-def are_equal(name: str, left: Any, right: Any, *args: Any, **options: Any) -> Any:
-    """Returns what ``torch.equal`` or ``torch.allclose`` returns, as a tensor unless the shapes differ."""
-    left, right = plain(left), plain(right)
-    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
-        return getattr(torch, name)(left, right, *args, **options)
+def are_equal(owner: Any, name: str, *args: Any, **options: Any) -> Any:
+    """Returns what ``torch.equal`` or ``torch.allclose`` returns for tensors of the same shape, as a tensor.
+
+    Args:
+        owner: What has the function: torch, a tensor, or something else, whose function is called.
+        name: The name of the function.
+        *args: Its arguments.
+        **options: Those with names.
+    """
+    values = [plain(value) for value in (args if owner is torch else (owner, *args))]
+    if len(values) < 2 or not all(isinstance(value, torch.Tensor) for value in values[:2]):
+        return getattr(owner, name)(*args, **options)
+    left, right = values[:2]
     is_alike = left.ndim == right.ndim and all(left.shape[axis] == right.shape[axis] for axis in range(left.ndim))
-    return False if name == "equal" and not is_alike else EQUALITIES[name](left, right, *args, **options).all()
+    return False if name == "equal" and not is_alike else EQUALITIES[name](*values, **options).all()
 
 
 def opposite(value: Any) -> Any:
