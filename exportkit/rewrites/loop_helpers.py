@@ -6,6 +6,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -82,9 +83,7 @@ class Helpers:
             return iterated if flag is None else found.ending(flag)
         if isinstance(iterated, StackedLists):
             elements = iterated.elements
-            return Iterations(
-                elements, lambda element, _: element, lambda: tree_map(lambda tensor: tensor[0], elements)
-            )
+            return Iterations(elements, lambda element, _: element, lambda: tree_map(itemgetter(0), elements))
         if isinstance(iterated, Parts):
             return steps_of_parts(iterated)
         if isinstance(iterated, SymbolicList) and not isinstance(iterated, SizeList):  # numbers, see `tolist`
