@@ -181,7 +181,7 @@ def _limited(seconds: float) -> Iterator[None]:
                 is_late = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TimeUp))
 
-    timer = threading.Timer(seconds, stop)
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
     timer.daemon = True
     timer.start()
     try:
