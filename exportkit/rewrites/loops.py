@@ -259,26 +259,7 @@ def _with_body(
     is_first_apart = _decides_by(targets, loop)
     own = plain.places.keys() | {each.name for each in plain.read}
     kept = {*names} - rebound(*node.body) - (rebound(*loop.body) & own)
-    statements = body_statements(loop, added, {*names})
-    function = ast.FunctionDef(
-        body,
-        _arguments([ast.arg("_exportkit_carried"), ast.arg("_exportkit_element"), ast.arg(IS_IDLE)]),
-        [
-            assigned(names, variable("_exportkit_carried")),
-            ast.Assign([loop.target], variable("_exportkit_element")),
-            *statements,
-            ast.Return(
-                ast.Tuple(
-                    [
-                        variables(names),
-                        variables([f"_exportkit_added_{index}" for index in range(len(lists))], ast.Load()),
-                    ],
-                    ast.Load(),
-                )
-            ),
-        ],
-        [],
-    )
+    function = _function(body, loop, names, added)
     loaded = [variable(steps), variable(body)]
     in_front = [ast.Constant(not _is_append(statement)) for statement in appended.values()]
     changes: list[ast.expr] = [ast.Constant(name in kept) for name in names]
@@ -294,6 +275,18 @@ def _with_body(
         assigned(steps, call("steps", iterated, ends_early, ast.Constant(flag))),
         ast.If(call("are_symbolic", variable(steps)), symbolic, [again]),
     ]
+
+
+def _function(name: str, loop: ast.For, names: list[str], added: dict[int, str]) -> ast.FunctionDef:
+    """A function with the body of a loop, which changes; see `body_statements` for what is added to lists."""
+    given = "_exportkit_carried", "_exportkit_element"
+    body = [
+        assigned(names, variable(given[0])),
+        ast.Assign([loop.target], variable(given[1])),
+        *body_statements(loop, added, {*names}),
+        ast.Return(tuple_of([variables(names), variables([*added.values()])])),
+    ]
+    return ast.FunctionDef(name, _arguments([ast.arg(each) for each in (*given, IS_IDLE)]), body, [])
 
 
 def _local(name: str, default: str | None = None) -> ast.expr:

@@ -74,7 +74,7 @@ def test_a_distribution_is_proven_and_is_the_one_of_the_model(name, tmp_path):
     report = onnx_model.verify()
     assert report.ok, report
     assert "draws random numbers" in str(report)
-    x = torch.randn(400, 50, 4)
+    x = torch.randn(4000, 50, 4)
     with torch.no_grad():
         expected, got = (torch.stack([run(x) for _ in range(2)]) for run in (model, onnx_model))
     assert not torch.equal(got[0], got[1])

@@ -7,8 +7,7 @@ import torch
 
 import exportkit
 from exportkit.errors import ExportError
-from exportkit.rewrites.table import LOOPS
-from tests.rewrites.test_loops import looping
+from tests.rewrites.test_loops import looping, proven
 
 
 def by_the_number_of_the_iteration(self, x):
@@ -183,14 +182,8 @@ DECIDING = [
 
 @pytest.mark.parametrize("function", DECIDING)
 def test_a_loop_that_decides_is_right_at_any_length_and_for_any_values(function, tmp_path):
-    model, observer = looping(function)
-    exported = exportkit.export(model, observer)
-    assert LOOPS.name in exported.rules
-    graph = exported.to_onnx(tmp_path / "model.onnx")
-    report = graph.verify()
-    assert report.ok, str(report)
-    assert "values x 0.03" in str(report)
-    torch.manual_seed(1)
+    model, graph, report = proven(function, tmp_path)
+    assert "values x 0.03" in report
     for batch, length, scale in ((4, 11, 1.0), (2, 7, 0.05), (3, 16, 0.05), (2, 12, 3.0), (5, 2, -0.5)):
         x = torch.randn(batch, length, 4) * scale
         with torch.no_grad():

@@ -66,6 +66,18 @@ def looping(function, is_method=True):
     return model, observer
 
 
+def proven(function, folder):
+    """The model with the function, its graph, in which the loop is an operator, and what the proof says."""
+    model, observer = looping(function)
+    exported = exportkit.export(model, observer)
+    assert LOOPS.name in exported.rules
+    graph = exported.to_onnx(folder / "model.onnx")
+    report = graph.verify()
+    assert report.ok, str(report)
+    torch.manual_seed(1)
+    return model, graph, str(report)
+
+
 def over_slices(self, x):
     state, states = None, []
     for step in x.unbind(1):

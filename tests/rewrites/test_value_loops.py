@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-import exportkit
-from exportkit.rewrites.table import LOOPS
-from tests.rewrites.test_loops import looping
+from tests.rewrites.test_loops import proven
 
 
 def until_it_is_small(_self, x):
@@ -166,13 +164,7 @@ def that_returns_a_place(_self, x):
     ],
 )
 def test_a_loop_ends_where_that_of_the_model_does(function, tmp_path):
-    model, observer = looping(function)
-    exported = exportkit.export(model, observer)
-    assert LOOPS.name in exported.rules
-    graph = exported.to_onnx(tmp_path / "model.onnx")
-    report = graph.verify()
-    assert report.ok, str(report)
-    torch.manual_seed(1)
+    model, graph, _ = proven(function, tmp_path)
     for batch, length, scale in ((4, 11, 1.0), (2, 7, 0.05), (3, 16, 20.0), (1, 5, 3.0)):
         x = torch.randn(batch, length, 4) * scale
         with torch.no_grad():

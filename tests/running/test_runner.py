@@ -135,6 +135,7 @@ class Halved(torch.nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_that_does_not_return_is_stopped(monkeypatch):
     monkeypatch.setattr(eager, "_LEAST_SECONDS", 0.5)
     model, observer = Halved(), exportkit.InputObserver()
