@@ -19,7 +19,7 @@ from exportkit._torch_compat.flexible_attention import flexible_attention_attrib
 from exportkit._torch_compat.modules import inference_kernels
 from exportkit._torch_compat.random_numbers import fixed_numbers
 from exportkit._torch_compat.sampled_products import sampled_products
-from exportkit._torch_compat.tracing import autocast_dtypes, autocast_off, run_backward
+from exportkit._torch_compat.tracing import apart_from_modes, autocast_dtypes, autocast_off, run_backward
 from exportkit.calls.call import Call
 from exportkit.calls.observation import Observation
 from exportkit.calls.recorder import recording_paused
@@ -157,7 +157,8 @@ class _Runs:
 def _limited_time(model: torch.nn.Module, call: Call) -> Iterator[None]:
     """Raises an error in a run that takes far longer than other runs of the model. The first run may take any time."""
     runs, started = _runs().setdefault(model, _Runs()), time.perf_counter()
-    elements = sum(tensor.numel() for tensor in call.tensors().values()) or 1
+    with apart_from_modes():  # a mode around the run may note the sizes that are read
+        elements = sum(tensor.numel() for tensor in call.tensors().values()) or 1
     try:
         with runs.limit(elements):
             yield

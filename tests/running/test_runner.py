@@ -8,6 +8,7 @@ import exportkit
 from exportkit.calls.call import Call
 from exportkit.calls.signature import Signature
 from exportkit.errors import ArgumentError, RuntimeFailure
+from exportkit.probing.size_reads import SizeReads
 from exportkit.running import eager
 from exportkit.running.eager import EagerRunner
 from exportkit.running.program import ProgramRunner
@@ -149,3 +150,12 @@ def test_a_run_that_does_not_return_is_stopped(monkeypatch):
             runner(endless)
     assert [result.tolist() for result in runner(call).values()] == [[1.0, 1.0]]
     assert runner(call.with_tensors({"x": torch.ones(10**7)}))  # so many more elements have no limit
+
+
+def test_what_is_known_of_the_time_of_runs_is_not_taken_for_what_the_model_reads():
+    runner = EagerRunner(torch.nn.Identity(), "forward")
+    for rows in (2, 3, 2):
+        call = Call({"input": flatten(torch.ones(rows, 4))}, Signature.of(runner.model.forward))
+        with SizeReads() as reads:
+            runner(call)
+        assert reads.log == []
